@@ -119,7 +119,7 @@ def knobs(*arguments: str, **more: Any) -> Any:
 def test_flags_follow_from_the_fields_of_a_dataclass() -> None:
     parser, made = knobs()
     assert made == Knobs()
-    given = ["--my-size=8", "--my-names=x", "--my-names=y", "--my-mode=b", "--my-folder=f", "--my-fast", "--no-my-safe"]
+    given = ["--my-size=8", "--my-name=x", "--my-name=y", "--my-mode=b", "--my-folder=f", "--my-fast", "--no-my-safe"]
     assert knobs(*given, "--my-share=0.5")[1] == Knobs(8, 0.5, ("x", "y"), "b", Path("f"), True, False)
     help = {action.dest: action.help for action in parser._actions}
     assert (help["my_size"], help["my_share"]) == ("rows; 1 to 8; default: 4", "of a step; default: 0.25")

@@ -224,7 +224,8 @@ def test_failed_completions_are_exit_status_1(
 
     for prepare in ("compile", "warm_up"):
         monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
-    monkeypatch.setattr("longctx.cli.generate.steps", fail)
+    for command in ("generate", "demo"):
+        monkeypatch.setattr(f"longctx.cli.{command}.steps", fail)
     for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
         assert main(arguments) == 1
         last = capsys.readouterr().err.splitlines()[-1]

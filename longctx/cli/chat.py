@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _history_file() -> Path | None:
-    """Where messages of earlier runs are kept; None: nowhere, as the user has no home."""
+    """Return the file of the messages of earlier runs; None: there is none, as the user has no home."""
     try:
         return platformdirs.user_state_path("longctx") / "chat_history"
     except RuntimeError:
@@ -200,7 +200,7 @@ class ChatLoop:
         return output
 
     def _show(self, text: str) -> None:
-        """Print a piece of an answer. A terminal would obey control characters, which nobody vouches for."""
+        """Print a piece of an answer. A terminal would obey control characters, which are not trusted."""
         sys.stdout.write(text.translate(_NO_CONTROLS) if self._reader.is_terminal else text)
         sys.stdout.flush()
 
@@ -271,7 +271,7 @@ def _path(text: str) -> Path:
 
 
 def _figures(output: Output, before: str = "", end: str = "") -> str:
-    """What an answer took, in a line; `end` says why one was cut off that has the finish reason "length"."""
+    """Describe what an answer took, in a line; `end` says why one with the finish reason "length" was cut off."""
     metrics = output.metrics
     parts = [
         f"{metrics.cached_tokens:,} of {metrics.prompt_tokens:,} tokens from the cache",

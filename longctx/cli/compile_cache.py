@@ -51,7 +51,7 @@ def enable(is_wanted: bool) -> None:
 
 
 def _compiler() -> str:
-    """What compiled programs depend on beyond JAX's own key: a CPU that lacks an instruction would crash in them."""
+    """Return what programs depend on beyond JAX's own key: a CPU that lacks an instruction would crash in them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         processor = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))})

@@ -58,7 +58,7 @@ def ask_jax(report: Report, console: Console, seconds: float = SECONDS) -> None:
 
 
 def _ending(done: "subprocess.CompletedProcess[bytes]") -> str:
-    """How a process ended, and the last that it said."""
+    """Describe how a process ended, and its last line."""
     status = done.returncode
     if status >= 0:
         how = f"exit status {status}"

@@ -108,7 +108,7 @@ def _choices(report: Report, devices: list[Any]) -> None:
 
 
 def _exchange(report: Report, num_devices: int) -> None:
-    """What `choose_ring` answers for a long prompt, and for a token after it."""
+    """Report what `choose_ring` answers for a long prompt, and for a token after it."""
     if num_devices == 1:
         report.note("picked", "exchange", "none: there is one device")
         return

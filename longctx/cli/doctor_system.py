@@ -1,4 +1,4 @@
-"""What `longctx doctor` finds out without JAX: versions, the cache of compiled programs, disks, extras."""
+"""Checks of `longctx doctor` without JAX: versions, the cache of compiled programs, disks, extras."""
 
 import importlib.metadata
 import os
@@ -36,7 +36,7 @@ def examine(report: Report) -> None:
 
 
 def examine_extras(report: Report) -> None:
-    """What each extra is for, and whether it is installed."""
+    """Report what each extra is for, and whether it is installed."""
     with report.asking("extras", "report it, with --json"):
         for name, extra in extras.EXTRAS.items():
             lacking = extras.missing(name)

@@ -33,7 +33,7 @@ LOWER = {
     "pages": "lower --num-pages or --page-size; about {fit:,} pages fit",
     "steps": "lower --max-running or --token-budget",
 }
-"""What to do where memory is short, as `MemoryEstimate.check` takes it."""
+"""Advice where memory is short, as `MemoryEstimate.check` takes it."""
 _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
 
 

@@ -33,7 +33,7 @@ def _text(flag: str, path: Path, contents: bytes) -> str:
 
 
 def read_document(name: str, path: Path, max_bytes: int) -> str:
-    """The text of a file that somebody names in passing, of at most so many bytes.
+    """Read the text of a file that a message names, of at most `max_bytes`.
 
     Raises:
       ValueError: as from `read_text`, or it is no regular file, or larger, or binary.

@@ -94,7 +94,7 @@ class Flags(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """Where the value of a field is among the options: its name there, its flag, and what makes the value."""
+    """Place of a field among the options: its name there, its flag, and what makes the value."""
 
     name: str
     flag: str

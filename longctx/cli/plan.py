@@ -1,4 +1,4 @@
-"""`longctx plan`: search the parallel plan of a model on so many GPUs."""
+"""`longctx plan`: search the parallel plan of a model on a number of GPUs."""
 
 import argparse
 import collections
@@ -195,7 +195,7 @@ def _served(summary: dict[str, Any] | None) -> list[str]:
 
 
 def _nearest(found: Found, options: argparse.Namespace) -> str:
-    """What comes nearest where no plan does."""
+    """Describe the plans that come nearest where none meets the target."""
     nearest, seen = [], set()
     for each in found.fallen:
         if each.plan not in seen:
@@ -205,7 +205,7 @@ def _nearest(found: Found, options: argparse.Namespace) -> str:
 
 
 def _fallen(found: Found) -> str:
-    """How many plans fall for which reason, and the nearest of each."""
+    """Describe how many plans are rejected for each reason, and the nearest of each."""
     counts = collections.Counter(each.reason for each in found.fallen)
     first: dict[str, Fallen] = {}
     for each in found.fallen:

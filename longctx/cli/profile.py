@@ -70,7 +70,7 @@ def table(predictor: RuntimePredictor | MeshPredictor) -> str:
     """A table of the coefficients, with a line for each program."""
     if isinstance(predictor, MeshPredictor):
         return _mesh_table(predictor)
-    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of so many tokens, for each key, ns"]
+    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of N tokens, for each key, ns"]
     for program in predictor.programs:
         tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
         lines.append(f"{program.rows:>6}  {1e3 * program.fixed:>9.2f}  {1e6 * program.per_sample:>12.1f}  {tiles}")

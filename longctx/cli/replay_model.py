@@ -81,7 +81,7 @@ def _report(mismatch: Mismatch, gap: float | None) -> int:
 def _gap(
     mismatch: Mismatch, model: Llama, params: Params, header: Header, plan: ParallelPlan, tokenizer: Tokenizer | None
 ) -> float | None:
-    """How far apart the two best logits are, in whose place tokens differ; None where more than they decide."""
+    """Return the gap of the two best logits where tokens differ; None where more than they decide."""
     if mismatch.sampling.temperature > 0 or mismatch.sampling.has_penalties:
         return None
     size = header.config.page_size

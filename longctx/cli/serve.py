@@ -163,7 +163,7 @@ def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
 
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:
-    """Follow the first process until it ends. Whoever ends all processes at once signals this one, too."""
+    """Follow the first process until it ends. A signal to all processes at once comes to this one, too."""
 
     def end_later(number: int, frame: FrameType | None) -> None:
         signal.signal(number, lambda number, frame: os._exit(128 + number))

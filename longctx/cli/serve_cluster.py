@@ -66,7 +66,7 @@ _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
 class Secrets(NamedTuple):
-    """What the instances of a cluster share, in files of one folder.
+    """Secrets that the instances of a cluster share, in files of one folder.
 
     Attributes:
       pages: of page keys and transfers.
@@ -154,7 +154,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, Launcher, str]:
-    """What the instances' flags are, who starts them, and the key by which they are asked."""
+    """Return the flags of the instances, their launcher, and the key by which they are asked."""
     place = f"{options.cluster}: "
     given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
     pages = given.pop("kv-secret-file", None)

@@ -1,4 +1,4 @@
-"""What commands print where: their text on standard output, everything else on standard error; and Ctrl-C."""
+"""Output of commands: their text on standard output, everything else on standard error; and Ctrl-C."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ def stdout_is_ours() -> Iterator[None]:
     finally:
         sys.stdout = ours
         os.dup2(copy, 1)
-        text.close()  # which may find that whoever read it has left
+        text.close()  # which may find that its reader has left
 
 
 @contextmanager
@@ -136,7 +136,7 @@ class InterruptWatcher:
             return  # as in the background of a shell script
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
-        self._sender = sender  # which closes when nobody refers to it
+        self._sender = sender  # which closes when there is no reference to it
         self._is_watching = True
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, lambda number, frame: None)
