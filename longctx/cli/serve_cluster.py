@@ -51,7 +51,7 @@ _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts"}
-_ROUTER |= {"kv_events", "kv_events_replay"}  # of one stream out of all instances'
+_ROUTER |= {"end_with_stdin", "kv_events", "kv_events_replay"}  # of one stream out of all instances'
 """Options of the router itself; those of the other flags are of its instances."""
 _OBSERVERS = ("kv_events", "kv_events_replay", "metrics_prefix")
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
