@@ -120,15 +120,15 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
         Flags(ResultFlags, "results", ("json",)),
     ),
     "profile": (
-        Flags(ProfileFlags, positional=("out",)),
+        Flags(ProfileFlags, positional={"out": "FILE"}),
         Flags(EngineConfig, only=("max_length",)),
         *_CHECKPOINT,
         _ENGINE,
         *_DEVICES,
     ),
-    "quantize": (Flags(QuantizeFlags, positional=("model", "out")),),
+    "quantize": (Flags(QuantizeFlags, positional={"model": "DIR", "out": "OUT"}),),
     "replay": (
-        Flags(ReplayFlags, only=("log", "json", "until", "explain", "accuracy"), positional=("log",)),
+        Flags(ReplayFlags, only=("log", "json", "until", "explain", "accuracy"), positional={"log": "DIR"}),
         Flags(EngineConfig, _OTHER_SETTINGS, CHANGES, are_changes=True),
         Flags(ReplayFlags, _OTHER_SETTINGS, ("slo",)),
         Flags(

@@ -72,7 +72,7 @@ class Flags(NamedTuple):
       names: flags with other names, by field. aliases: further ones.
       defaults, choices, helps: instead of those that the dataclass has, by field.
       parse: what makes a field's value from the flag's name and text, by field.
-      positional: fields without a flag, which come by their place.
+      positional: fields without a flag, which come by their place, and the words that stand for them in the help.
       exclusive: fields of which exactly one must be given.
       are_changes: whether every default is None, as the flags replace recorded settings.
     """
@@ -88,7 +88,7 @@ class Flags(NamedTuple):
     choices: Mapping[str, Collection[str]] = {}
     helps: Mapping[str, str] = {}
     parse: Mapping[str, Callable[[str, Any], Any]] = {}
-    positional: Collection[str] = ()
+    positional: Mapping[str, str] = {}
     exclusive: Collection[str] = ()
     are_changes: bool = False
 
@@ -147,8 +147,8 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
         if repeats:
             more |= {"action": "append", "default": []}
     if field.name in group.positional:
-        section.add_argument(dest, **more)
-        return Parsed(dest, more["metavar"], None)
+        section.add_argument(dest, **more | {"metavar": group.positional[field.name]})
+        return Parsed(dest, group.positional[field.name], None)
     if is_required and field.name not in group.exclusive:
         more["required"] = True
     section.add_argument(name, *group.aliases.get(field.name, ()), dest=dest, **more)
