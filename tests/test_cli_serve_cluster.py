@@ -19,7 +19,7 @@ from serve_process import ServeProcess
 from longctx.cli import command_parser, main
 from longctx.cli.serve import serve_config
 from longctx.cli.serve_cluster import _ROUTER, Secrets, engine_arguments, instance_arguments, instance_command
-from longctx.cluster.conductor.instance import ROLES
+from longctx.cluster.conductor.config import ROLES
 from longctx.cluster.config import LAUNCHERS
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
 from longctx.serving.validation import MAX_INT32, AboveZero, Count, Positive, Range

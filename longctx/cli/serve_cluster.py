@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import secrets
 import sys
 import tempfile

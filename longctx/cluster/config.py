@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
-from longctx.cluster.conductor.instance import ROLES, Role
+from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
 from longctx.cluster.server_url import split_server_url
 from longctx.serving.validation import check_integer, check_real
 

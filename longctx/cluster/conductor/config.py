@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from longctx.serving.validation import AboveZero, Count, Range, Share, check_fields, check_real, shown
 
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
 AdmissionName = Literal["none", "baseline", "early_rejection", "predicted_early_rejection"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 PrefillLoad = Literal["request", "instance"]
