@@ -1,4 +1,4 @@
-"""`longctx plan`: search the parallel plan of a model on so many GPUs."""
+"""`longctx plan`: search the parallel plan of a model on a number of GPUs."""
 
 import argparse
 import collections
@@ -10,13 +10,12 @@ import re
 import shlex
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.config_flags import given_topology
 from longctx.cli.files import check_input, check_output
-from longctx.cli.naming import naming_flags, prefixing
-from longctx.cli.simulate_flags import MAX_DEVICES, named_model
+from longctx.cli.flags import flag, naming, prefixing
+from longctx.cli.settings import given_topology
+from longctx.cli.simulated import named_model
 from longctx.cli.terminal import FAILED, Console
-from longctx.cli.workload_flags import MIN_RATE
+from longctx.cli.workload import MIN_RATE
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
 from longctx.simulation.planner.search import Fallen, Found, Goal, Planned, best_of_each, search
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     topology = given_topology(options)
     assert topology is not None
     requests = _requests(options)
-    with naming_flags(_NAMES | {"output_tokens": "--output-tokens"}):
+    with naming(_NAMES | {"output_tokens": "--output-tokens"}):
         goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
         with console.bar(desc="plans", unit="plan") as bar:
 
@@ -94,20 +93,8 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("gpus", "host_gpus", "best", "jobs", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
-    if options.gpus > MAX_DEVICES:
-        raise ValueError(f"--gpus must be at most {MAX_DEVICES:,}, got {options.gpus}")
-    for name in ("ttft", "tpot", "price"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{flag(name)} must be above 0, got {value}")
     if options.rate is not None and not options.rate >= MIN_RATE:
         raise ValueError(f"--qps must be at least {MIN_RATE}, got {options.rate}")
-    if options.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {options.seed}")
     for name in ("limit", "rate"):
         if getattr(options, name) is not None and options.workload is None:
             raise ValueError(f"{'--qps' if name == 'rate' else flag(name)} needs --workload")
@@ -208,7 +195,7 @@ def _served(summary: dict[str, Any] | None) -> list[str]:
 
 
 def _nearest(found: Found, options: argparse.Namespace) -> str:
-    """What comes nearest where no plan does."""
+    """Describe the plans that come nearest where none meets the target."""
     nearest, seen = [], set()
     for each in found.fallen:
         if each.plan not in seen:
@@ -218,7 +205,7 @@ def _nearest(found: Found, options: argparse.Namespace) -> str:
 
 
 def _fallen(found: Found) -> str:
-    """How many plans fall for which reason, and the nearest of each."""
+    """Describe how many plans are rejected for each reason, and the nearest of each."""
     counts = collections.Counter(each.reason for each in found.fallen)
     first: dict[str, Fallen] = {}
     for each in found.fallen:

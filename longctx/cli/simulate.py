@@ -7,9 +7,8 @@ import math
 import os
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.naming import prefixing
-from longctx.cli.simulate_flags import (
+from longctx.cli.flags import flag, prefixing
+from longctx.cli.simulated import (
     apply_plan,
     check_simulation,
     make_deployment,
@@ -19,7 +18,7 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.plotting import can_draw
 from longctx.simulation.capacity import Capacity, Tried, find_capacity
 from longctx.simulation.deployment import Deployment

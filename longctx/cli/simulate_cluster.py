@@ -6,14 +6,13 @@ import json
 import math
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.arguments.simulate import add_arguments
-from longctx.cli.config_flags import parallel_plan
+from longctx.cli import command_parser
 from longctx.cli.files import check_input
-from longctx.cli.naming import prefixing
-from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
+from longctx.cli.flags import flag, prefixing
+from longctx.cli.settings import parallel_plan
+from longctx.cli.simulated import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.plotting import can_draw
@@ -25,7 +24,7 @@ from longctx.simulation.reports import cluster_report, workload_report
 _HEEDED = {
     *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
     *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
-    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out"),
+    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out", "quiet", "fields"),
 }
 _DEPLOYED = (
     *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
@@ -73,9 +72,7 @@ def run_cluster(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Check flags alone."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    for name, usual in vars(parser.parse_args([])).items():
+    for name, usual in vars(command_parser("simulate").parse_args([])).items():
         if name not in _HEEDED and getattr(options, name, usual) != usual:
             raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
     check_input("--cluster", options.cluster)

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Sequence as List
 from typing import Any
 
+from longctx.cluster.config import Messenger
 from longctx.cluster.prefill.source import RemotePrefill
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
@@ -25,7 +26,7 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_parts import process_part
 
-MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
+MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
@@ -90,7 +91,7 @@ class EngineMessenger:
         secret: str | None = None,
         advertised: str | None = None,
         options: TransferOptions | None = None,
-        messenger: str = "zmq",
+        messenger: Messenger = "zmq",
         is_plain: bool = False,
     ) -> None:
         if messenger not in MESSENGERS:

@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_runs import Stacking, layer_runs, layers_per_stage
+from longctx.models.validation import check_kv_dtype
 
-FP8_KV = "float8_e4m3fn"
-"""The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
 KV_SCALE_BYTES = 4
 _Bytes = TypeVar("_Bytes", int, float)
 _SCALE = 4  # bytes; a quantised weight itself has 1
@@ -64,12 +63,3 @@ def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None
     """Compute the bytes of a token's key, or of its value, in one KV head; ValueError: kv_dtype is not known."""
     check_kv_dtype(kv_dtype)
     return head_dim * dtype_bytes if kv_dtype is None else head_dim + KV_SCALE_BYTES
-
-
-def check_kv_dtype(kv_dtype: str | None) -> str | None:
-    """The dtype of a cache's keys and values; None: that of the parameters. ValueError: it is not known."""
-    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == FP8_KV):
-        raise ValueError(
-            f"kv_dtype must be None, the dtype of the parameters, or {FP8_KV!r}, got {str(kv_dtype)[:60]!r}"
-        )
-    return kv_dtype

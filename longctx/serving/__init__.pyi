@@ -1,6 +1,6 @@
+from .config import AdmissionLimits as AdmissionLimits
 from .config import EngineConfig as EngineConfig
 from .engine.admission_control import AdmissionControl as AdmissionControl
-from .engine.admission_control import AdmissionLimits as AdmissionLimits
 from .engine.admission_control import Refused as Refused
 from .engine.core import Core as Core
 from .engine.engine import Engine as Engine

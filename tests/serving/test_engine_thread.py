@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.serving import Engine, Event, Request, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.thread import EngineThread, Received
 

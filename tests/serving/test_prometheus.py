@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from longctx.models import Llama, LlamaConfig
 from longctx.parallel.cost import Hardware
 from longctx.serving import ParallelPlan, Request, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output

@@ -12,8 +12,7 @@ import httpx
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.conductor.request import ClusterRequest, Rejection
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader

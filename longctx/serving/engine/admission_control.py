@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.outlook import Foresight
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.look_ahead import Outlook
-from longctx.serving.validation import check_bool, check_integer
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
@@ -52,43 +52,6 @@ class Refused(RuntimeError):
         super().__init__(message)
         self.reason, self.outlook = reason, outlook
         self.retry_after = min(max(retry_after, _RETRY[0]), _RETRY[1])
-
-
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """What may wait to be admitted.
-
-    Attributes:
-      max_waiting: sequences; one request with more completions than that may wait if nobody else does.
-      max_waiting_tokens: tokens of their prompts; one longer prompt may wait if nobody else does. None: any number.
-      heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
-
-    Raises:
-      TypeError, ValueError: a value is of the wrong type or out of range.
-
-    Examples:
-      >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
-      >>> from longctx.simulation import VirtualExecutor
-      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
-      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
-      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-      >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
-      >>> control = AdmissionControl(engine, limits)
-      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
-      >>> control.num_waiting
-      1
-    """
-
-    max_waiting: int = 1024
-    max_waiting_tokens: int | None = None
-    heeds_deadlines: bool = True
-
-    def __post_init__(self) -> None:
-        check_integer("max_waiting", self.max_waiting, 1)
-        if self.max_waiting_tokens is not None:
-            check_integer("max_waiting_tokens", self.max_waiting_tokens, 1)
-        check_bool("heeds_deadlines", self.heeds_deadlines)
 
 
 @dataclass

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
+from longctx.models.footprint import KV_SCALE_BYTES
+from longctx.models.validation import FP8_KV
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.jobs import Job
 from longctx.serving.executor.interface import Executor

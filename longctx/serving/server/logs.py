@@ -6,12 +6,11 @@ Prompts and answers are not logged unless that is asked for.
 import json
 import logging
 import time
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
-
-LogFormat = Literal["text", "json"]
+from longctx.serving.server.settings import LogFormat
 
 _LIBRARY = "longctx"
 _REQUESTS = "longctx.requests"

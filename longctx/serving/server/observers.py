@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TextIO
 
 from longctx.serving.engine.thread import EngineThread
@@ -14,42 +13,9 @@ from longctx.serving.server import logs, tracing
 from longctx.serving.server.kv_events import KvEvents
 from longctx.serving.server.kv_publisher import KvPublisher, is_public
 from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.rendered_metrics import check_prefix
+from longctx.serving.server.settings import ObserverSettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ObserverSettings:
-    """What is observed, and who is told.
-
-    Attributes:
-      metrics_prefix: of the metrics that vLLM has too.
-      kv_events: endpoint of ZeroMQ at which events of the cache are published, which show prompts; None: nowhere.
-      kv_events_replay: endpoint at which missed ones can be asked for.
-      kv_events_topic: their first frame.
-      log_format: "text" or "json"; None: nothing is logged that is no problem.
-      log_prompts: whether the log of requests shows prompts and answers.
-      otlp: address to which OpenTelemetry spans are sent; None: there are none.
-
-    Raises:
-      ValueError: one needs another that is not given.
-    """
-
-    metrics_prefix: str = "longctx"
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
-    kv_events_topic: str = ""
-    log_format: logs.LogFormat | None = None
-    log_prompts: bool = False
-    otlp: str | None = None
-
-    def __post_init__(self) -> None:
-        check_prefix(self.metrics_prefix)
-        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
-            raise ValueError("kv_events_replay and kv_events_topic need kv_events")
-        if self.log_prompts and self.log_format is None:
-            raise ValueError("log_prompts needs log_format")
 
 
 class Observers:

@@ -17,8 +17,9 @@ from longctx.serving.request.request import Request
 from longctx.serving.server import series
 from longctx.serving.server.kv_metrics import CacheCounts, TransferCounts
 from longctx.serving.server.own_metrics import OwnMetrics
-from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
+from longctx.serving.server.rendered_metrics import RenderedMetrics
 from longctx.serving.server.series import Histogram, counter, counters, gauge, one_two_five
+from longctx.serving.server.settings import check_prefix
 from longctx.serving.validation import check_text
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

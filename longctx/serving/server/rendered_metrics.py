@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from longctx.serving.validation import check_text
-
 _INTERVAL = 0.25  # seconds between renderings: scrapers come every 50 ms, and rendering takes milliseconds
 
 
@@ -35,11 +33,3 @@ class RenderedMetrics(ABC):
             finally:
                 self._rendering.release()
         return self._text
-
-
-def check_prefix(prefix: str) -> str:
-    """The prefix of metrics that vLLM has too; ValueError: it is no name of letters, digits and underscores."""
-    check_text("metrics_prefix", prefix)
-    if not (prefix.isascii() and prefix.isidentifier()):
-        raise ValueError(f"metrics_prefix must be of letters, digits and underscores, got {prefix!r}")
-    return prefix

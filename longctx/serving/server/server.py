@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from longctx.models.chat_template import ChatTemplate
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import PATIENCE
@@ -18,10 +19,10 @@ from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Backend, Frontend
 from longctx.serving.server.migration import Migration
-from longctx.serving.server.observers import Observers, ObserverSettings
+from longctx.serving.server.observers import Observers
 from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.read_call import Call, CallReader, CallRules, Kind, Origin, cache_named
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 from longctx.serving.server.transfers import Received, Transfers
 
 logger = logging.getLogger(__name__)

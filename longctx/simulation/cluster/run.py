@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.active_request import ActiveRequest
 from longctx.simulation.cluster.changes import Change

@@ -18,12 +18,11 @@ from letter_tokenizer import LetterTokenizer
 from served import NAME, Served, fake_engine, served
 
 from longctx.serving import Engine, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.server import preparer
-from longctx.serving.server.observers import ObserverSettings
 from longctx.serving.server.preparer import LONG_BYTES, SHORT_BYTES
 from longctx.serving.server.read_call import read
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 TEXT = LetterTokenizer()
 BODY = {"prompt": "ABCD", "max_tokens": 6, "ignore_eos": True, "temperature": 0}

@@ -7,9 +7,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from served import NAME, Served, fake_engine, served
 
-from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.server import tracing
-from longctx.serving.server.observers import ObserverSettings
+from longctx.serving.server.settings import ObserverSettings
 
 BODY: dict[str, Any] = {"model": NAME, "prompt": "one two", "max_tokens": 4, "ignore_eos": True}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

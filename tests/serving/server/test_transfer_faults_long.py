@@ -151,7 +151,7 @@ LONG = [(i * i + i // 7) % 250 for i in range(3900)]
 def key_of(tmp_path: Path) -> bytes:
     from argparse import Namespace
 
-    from longctx.cli.kv_flags import page_hash_key
+    from longctx.cli.settings import page_hash_key
 
     key = page_hash_key(Namespace(kv_secret_file=tmp_path / "secret"))
     assert key is not None

@@ -1,14 +1,12 @@
-"""What commands make from the flags of a workload (`arguments.workload`). It loads no JAX."""
+"""Workloads made from flags, and files that their results are written to. Nothing here imports JAX."""
 
 import argparse
 import dataclasses
-import math
 from pathlib import Path
 
 from longctx import extras
-from longctx.cli.arguments.engine import flag
 from longctx.cli.files import check_input, check_output
-from longctx.cli.naming import prefixing
+from longctx.cli.flags import flag, prefixing
 from longctx.models import LlamaConfig, load_tokenizer
 from longctx.plotting import can_draw
 from longctx.serving.validation import MAX_INT32
@@ -23,7 +21,6 @@ from longctx.simulation.workloads import (
     synthesize,
 )
 
-MAX_REQUESTS = 1_000_000
 MIN_RATE = 1e-6  # requests a second
 _SYNTHETIC = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
 _FROM_FILE = ("limit", "scale_lengths")
@@ -63,20 +60,6 @@ def check_workload(options: argparse.Namespace) -> None:
     for name in wrong:
         if getattr(options, name) is not None:
             raise ValueError(f"{flag(name)} {'contradicts' if wrong is _SYNTHETIC else 'needs'} --workload")
-    for name, low, high in (
-        ("limit", 1, None),
-        ("requests", 1, MAX_REQUESTS),
-        ("shared_prefix", 0, MAX_INT32),
-        ("max_length", 2, None),
-        ("seed", 0, None),
-    ):
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
-        if value is not None and high is not None and value > high:
-            raise ValueError(f"{flag(name)} must be at most {high:,}, got {value}")
-    if options.scale_lengths is not None and not (options.scale_lengths > 0 and math.isfinite(options.scale_lengths)):
-        raise ValueError(f"--scale-lengths must be above 0, got {options.scale_lengths}")
     if options.rate is not None and not options.rate >= MIN_RATE:
         raise ValueError(f"--rate must be at least {MIN_RATE}, got {options.rate}")
     if options.workload is not None:

@@ -1,22 +1,23 @@
-"""What `longctx simulate` and `longctx plan` make from their flags: deployments and workloads. It loads no JAX."""
+"""Deployments and workloads made from the flags of `longctx simulate`. Nothing here imports JAX."""
 
 import argparse
 import dataclasses
-import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.arguments.engine import SIZES, flag
-from longctx.cli.arguments.simulate import SWEPT
-from longctx.cli.config_flags import engine_config, given_topology, parallel_plan
 from longctx.cli.files import check_input
-from longctx.cli.naming import naming_flags, prefixing
-from longctx.cli.workload_flags import check_workload, keep_fitting, read_requests, tokenise
+from longctx.cli.flag_sets import ModelFlags, SimulateFlags, WorkloadFlags
+from longctx.cli.flags import check_options, flag, naming, prefixing
+from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
+from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import FieldType, field_types
 from longctx.simulation.baseline_deployment import BaselineDeployment
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
@@ -24,16 +25,13 @@ from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed
 
 MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
 
-_PLAN: dict[str, Any] = {
-    "stage": int,
-    "context": int,
-    "tensor": int,
-    "rank_tokens": int,
-    "placement": str,
-    "exchange": str,
-}
-_INTEGERS = ("instances", "token_budget", "max_running", "page_size", "users", "requests", "seed")
-_NUMBERS = ("max_share", "ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds", "qps")
+SWEPT = (
+    *("model", "topology", "baseline", "instances", "stage", "context", "tensor", "rank_tokens", "placement"),
+    *("exchange", "policy", "chunking", "max_share", "token_budget", "max_running", "page_size", "admission"),
+    *("ttft_factor", "ttft_least", "tpot", "tpot_factor", "tpot_scope", "step_seconds", "qps", "users", "requests"),
+    "seed",
+)
+"""Names that `--sweep` takes: those of flags."""
 
 
 def named_model(text: str) -> LlamaConfig:
@@ -58,10 +56,11 @@ def apply_plan(options: argparse.Namespace) -> None:
     for part in options.plan.split(","):
         name, equals, value = part.strip().partition("=")
         name = name.strip().replace("-", "_")
-        if not equals or name not in _PLAN:
-            raise ValueError(f"--plan must be NAME=VALUE with names of {', '.join(_PLAN)}, got {part!r}")
+        sizes = field_types(ParallelPlan)
+        if not equals or name not in sizes:
+            raise ValueError(f"--plan must be NAME=VALUE with names of {', '.join(sizes)}, got {part!r}")
         try:
-            setattr(options, name, _PLAN[name](value))
+            setattr(options, name, int(value) if sizes[name].kind is int else value)
         except ValueError:
             raise ValueError(f"--plan must have an integer for {name}, got {value!r}") from None
 
@@ -80,7 +79,7 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
         raise ValueError(f"--instances and --plan must have at most {MAX_DEVICES:,} devices together, got {devices:,}")
     config = engine_config(options, max_length=longest)
     names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
-    with naming_flags(names), naming_flags([*SIZES, "kv_dtype"]):
+    with naming(names), naming(ENGINE_FLAGS):
         if options.baseline is not None:
             return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
         measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
@@ -109,7 +108,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
     if options.mix is None:
         requests = read_requests(options)
     else:
-        with naming_flags({"mix": "--mix"}):
+        with naming({"mix": "--mix"}):
             requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
         if options.rate is not None:
             requests = arrive_at_rate(requests, options.rate, options.seed)
@@ -119,7 +118,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
         requests = tokenise(requests, Path(options.model), model.vocab_size)
     requests, num_skipped = keep_fitting(requests, options, model.max_positions)
     if options.users is not None:
-        with naming_flags({"users": "--users", "requests": "--users: requests"}):
+        with naming({"users": "--users", "requests": "--users: requests"}):
             requests = closed_loop(requests, options.users)
     if options.jitter is not None:
         requests = jitter_arrivals(requests, options.jitter, options.seed)
@@ -128,6 +127,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
 
 def check_simulation(options: argparse.Namespace) -> None:
     """Check flags alone; ValueError, with the flag."""
+    check_options(options)  # those of a sweep's point, too
     if options.mix is not None:
         for name in ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths"):
             if getattr(options, name) is not None:
@@ -137,23 +137,21 @@ def check_simulation(options: argparse.Namespace) -> None:
         check_input("--profile", options.profile)
         if options.baseline is not None:
             raise ValueError("--profile contradicts --baseline: systems are compared on predicted devices")
-    for name in ("instances", "users", "jobs"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
-    if options.jitter is not None and not 0 <= options.jitter < math.inf:
-        raise ValueError(f"--jitter must be seconds, 0 or more, got {options.jitter}")
-    if options.window is not None and not 0 < options.window < math.inf:
-        raise ValueError(f"--window must be seconds, above 0, got {options.window}")
     for name in ("rate", "jitter"):
         if options.users is not None and getattr(options, name) is not None:
             raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")
 
 
-def swept_values() -> dict[str, Any]:
-    """What makes values of `--sweep`'s names."""
-    makers: dict[str, Any] = dict.fromkeys(SWEPT, str) | dict.fromkeys(_INTEGERS, int) | dict.fromkeys(_NUMBERS, float)
-    return makers | {"stage": int, "context": int, "tensor": int, "rank_tokens": int}
+def swept_values() -> dict[str, Callable[[str], Any]]:
+    """Return what makes a value of text, for each name of `--sweep`."""
+    kinds: dict[str, FieldType] = {}
+    for settings in (EngineConfig, Slo, ParallelPlan, WorkloadFlags, ModelFlags, SimulateFlags):
+        kinds |= field_types(settings)
+    return {
+        name: kind if kind in (int, float) else str
+        for name in SWEPT
+        for kind in [kinds["rate" if name == "qps" else name].kind]
+    }
 
 
 def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
