@@ -14,7 +14,7 @@ from longctx.cluster.router.instances import Instances
 from longctx.cluster.router.rejections import rejected
 from longctx.cluster.router.routed_request import RoutedRequest, Routing
 from longctx.cluster.router.router_stats import RouterStats
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.server.errors import ApiError

@@ -26,7 +26,7 @@ from longctx.cluster.router.instance_client import NotUnderstood, Refused
 from longctx.cluster.router.instances import Instances
 from longctx.cluster.router.rejections import refused, rejected
 from longctx.cluster.router.router_stats import RouterStats
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import ApiError

@@ -4,23 +4,35 @@ It counts a request once, when it comes, until it is admitted: so a burst that a
 and a storm of retries of what was refused changes nothing.
 """
 
+import math
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.engine.outlook import Foresight
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.scheduler.look_ahead import Outlook
+from longctx.serving.scheduler.look_ahead import TtftEstimate, copy_scheduler, look_ahead
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.validation import check_bool, check_integer
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
 _COUNT_AGAIN = 0.01  # seconds
 _RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
+_HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
+_REST = 10  # looking ahead takes at most one part in so many of the time
+_BRIEFLY = 0.02  # seconds of looking for a request without one, which a server's event loop may wait for
+_FRESH = 0.25  # seconds after which a copy of the scheduler is made anew
+_COPY_REST = 50  # or, where a thousand wait, as many times as long as a copy takes
+_USABLE = 30.0  # seconds after which a copy is of no use, as where a step or a compilation takes long
+_WANTED = 2.0  # seconds for which copies are made after somebody wanted one
+_LENGTHS = 256  # completions by whose lengths those of others are estimated
 
 
 class Refused(RuntimeError):
@@ -30,7 +42,7 @@ class Refused(RuntimeError):
       reason: `"queue"` (too many requests wait), `"tokens"` (too many tokens wait), `"deadline"` (its TTFT deadline
         can't be kept, by prediction), `"draining"` (the engine takes no new requests).
       retry_after: seconds after which it might be let in.
-      outlook: when its first token would have come, and what it would have waited for; None if that was not predicted.
+      estimate: when its first token would have come, and what it would have waited for; None if that was not predicted.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
@@ -48,9 +60,9 @@ class Refused(RuntimeError):
       queue 11.894137378133333
     """
 
-    def __init__(self, message: str, reason: Reason, retry_after: float, outlook: Outlook | None = None) -> None:
+    def __init__(self, message: str, reason: Reason, retry_after: float, estimate: TtftEstimate | None = None) -> None:
         super().__init__(message)
-        self.reason, self.outlook = reason, outlook
+        self.reason, self.estimate = reason, estimate
         self.retry_after = min(max(retry_after, _RETRY[0]), _RETRY[1])
 
 
@@ -131,7 +143,7 @@ class AdmissionControl:
 
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
-        self.foresight = Foresight(engine)
+        self.estimator = TtftEstimator(engine)
         self._engine, self._counted_again = engine, 0.0
         self._waiting: dict[str, _Waiting] = {}
         self._lock = threading.Lock()
@@ -154,17 +166,17 @@ class AdmissionControl:
         """
         deadline = prepared.request.ttft_deadline
         if deadline is not None and self.limits.heeds_deadlines:
-            outlook = self.foresight.of(prepared, self._requests(), deadline)
-            if outlook is not None and outlook.is_after(deadline):
-                message = f"the first token is due in {deadline:g} s, and would come {outlook}"
-                raise Refused(message, "deadline", outlook.looked - deadline, outlook)
+            estimate = self.estimator.of(prepared, self._requests(), deadline)
+            if estimate is not None and estimate.is_after(deadline):
+                message = f"the first token is due in {deadline:g} s, and would come {estimate}"
+                raise Refused(message, "deadline", estimate.looked - deadline, estimate)
         reason, limit = self._try_to_enter(request_id, prepared)
         if reason is not None:
             unit = "requests" if reason == "queue" else "tokens of prompts"
-            outlook = self.foresight.of(prepared, self._requests())
-            when = "" if outlook is None else f": the first token would come {outlook}"
+            estimate = self.estimator.of(prepared, self._requests())
+            when = "" if estimate is None else f": the first token would come {estimate}"
             message = f"the queue is full, which has room for {limit} {unit}{when}"
-            raise Refused(message, reason, 1.0 if outlook is None else outlook.looked / 2, outlook)
+            raise Refused(message, reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
 
     def _try_to_enter(self, request_id: str, prepared: PreparedRequest) -> tuple[Reason | None, int]:
         """Count a request; or the limit that it would exceed."""
@@ -175,7 +187,7 @@ class AdmissionControl:
             if exceeded is not None:
                 return exceeded
             self._waiting[request_id] = _Waiting(prepared, prepared.request.sampling.n)
-        self.foresight.note_entered(prepared)
+        self.estimator.note_entered(prepared)
         return None, 0
 
     def _exceeded(self, prepared: PreparedRequest) -> tuple[Reason, int] | None:
@@ -190,13 +202,15 @@ class AdmissionControl:
         return None
 
     def _count_again(self) -> bool:
-        """Leave out whom the step that runs now has admitted, which `note_step` says when it ends; now and then."""
+        """Leave out, now and then, what the step that runs now has admitted; `note_step` does when it ends."""
         now = time.monotonic()
         if now < self._counted_again + _COUNT_AGAIN:
             return False
         self._counted_again = now
         for request_id, waiting in tuple(self._waiting.items()):
-            waiting.sequences = int(min(waiting.sequences, self._engine.num_waiting(request_id)))
+            request = self._engine.requests.get(request_id)
+            if request is not None:
+                waiting.sequences = min(waiting.sequences, request.num_waiting)
             if not waiting.sequences:
                 del self._waiting[request_id]
         return True
@@ -230,4 +244,146 @@ class AdmissionControl:
           max_tokens: that it might have had.
         """
         if output.finish_reason in ("stop", "length"):
-            self.foresight.note_length(len(output.token_ids) / max_tokens)
+            self.estimator.note_length(len(output.token_ids) / max_tokens)
+
+
+class _Copy(NamedTuple):
+    """A copy of the scheduler: as of when by the engine's clock, and until when it is good enough, and usable."""
+
+    scheduler: Scheduler
+    at: float
+    fresh_until: float
+    until: float
+
+
+class TtftEstimator:
+    """Predicts when first tokens would come. Any thread may call any method.
+
+    It runs a copy of the scheduler, which can only be made between steps: so the engine's thread makes them, and only
+    while somebody wants them. Looking ahead takes milliseconds; under a storm of questions most are answered by the
+    last answer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._copy: _Copy | None = None
+        self._wanted_until = self._rests_until = 0.0
+        # The last answer, the seconds before its own prompt, and those of the prompts of requests let in since then.
+        self._last, self._last_wait, self._since_last = TtftEstimate(0.0, 0.0, "queue"), 0.0, 0.0
+        self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
+        self._counting, self._looking = threading.Lock(), threading.Lock()
+
+    def of(
+        self, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], deadline: float | None = None
+    ) -> TtftEstimate | None:
+        """The estimate of a request that comes now; None: nothing is known.
+
+        Args:
+          waiting: by id, those that have been let in and not admitted to a slot; the copy may not have them yet.
+          deadline: seconds to look ahead; None: a few minutes.
+        """
+        alone = self._seconds_alone(prepared)
+        if deadline is not None and alone > deadline:
+            return TtftEstimate(alone, alone, "prefill")
+        self._wanted_until = time.monotonic() + _WANTED
+        self.refresh()
+        begun = time.monotonic()
+        if begun < self._rests_until or not self._looking.acquire(blocking=False):
+            return self._by_last_answer(alone)
+        try:
+            made = self._copy
+            if made is None or begun > made.until:
+                return None
+            stop = begun + (_BRIEFLY if deadline is None else math.inf)
+            estimate = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline, stop)
+            with self._counting:
+                self._last, self._last_wait, self._since_last = estimate, max(0.0, estimate.looked - alone), 0.0
+            now = time.monotonic()
+            self._rests_until = now + (_REST - 1) * (now - begun)
+            return estimate
+        finally:
+            self._looking.release()
+
+    def _by_last_answer(self, alone: float) -> TtftEstimate:
+        """What the last answer says of a prompt that takes so many seconds alone."""
+        with self._counting:
+            last, wait = self._last, self._last_wait + self._since_last
+        looked = wait + alone
+        return TtftEstimate(
+            None if last.first_token is None else looked, looked, "prefill" if alone > wait else last.bound
+        )
+
+    def refresh(self) -> None:
+        """Copy the scheduler if that is wanted and can be done now: if no step is running, or by who runs them."""
+        now, made = time.monotonic(), self._copy
+        if now > self._wanted_until:
+            self._copy = None
+        elif made is None or now > made.fresh_until:
+            at = self._engine.now()
+            scheduler = self._engine.copy_scheduler()
+            if scheduler is not None:
+                fresh = max(_FRESH, _COPY_REST * (time.monotonic() - now))
+                self._copy = _Copy(scheduler, at, now + fresh, now + _USABLE)
+
+    def note_entered(self, prepared: PreparedRequest) -> None:
+        """A request has been let in, and is before those that come later."""
+        alone = self._seconds_alone(prepared)
+        with self._counting:
+            self._since_last += alone
+
+    def note_length(self, share: float) -> None:
+        """A completion has ended that had such a share of its max_tokens."""
+        self._lengths.append(share)
+
+    def _look(
+        self,
+        made: _Copy,
+        prepared: PreparedRequest,
+        waiting: Mapping[str, PreparedRequest],
+        horizon: float,
+        stop: float,
+    ) -> TtftEstimate:
+        lengths = tuple(self._lengths)
+        share = sum(lengths) / len(lengths) if lengths else 1.0
+        now, scheduler = self._engine.now(), copy_scheduler(made.scheduler)
+        there = {
+            sequence.name.rpartition("/")[0] for queue in (scheduler.waiting, scheduler.running) for sequence in queue
+        }
+        others = [other for request_id, other in waiting.items() if request_id not in there]
+        newcomers = [
+            _as_sequence(other, now, 2**62 + number)
+            for number, other in enumerate([*others, prepared])
+            for _ in range(1 if other is prepared else other.request.sampling.n)
+        ]
+        return look_ahead(
+            scheduler,
+            newcomers,
+            made.at,
+            now,
+            horizon,
+            lambda other: other.prompt_length + max(1, round(share * other.max_tokens)),
+            lambda: time.monotonic() > stop,
+        )
+
+    def _seconds_alone(self, prepared: PreparedRequest) -> float:
+        """Seconds of a prompt if nobody else were there."""
+        scheduler, length = self._engine.scheduler, len(prepared.tokens)
+        cached = scheduler.count_cached(prepared.shared_keys)
+        return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)
+
+
+def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:
+    request = prepared.request
+    return Sequence(
+        request.request_id or "new",
+        order,
+        prompt_length=len(prepared.tokens),
+        max_tokens=request.sampling.max_tokens,
+        arrival=now,
+        priority=request.priority,
+        tenant=request.tenant,
+        ttft_deadline=request.ttft_deadline,
+        tpot_target=request.tpot_target,
+        keys=list(prepared.keys),
+        may_share=prepared.may_share,
+    )

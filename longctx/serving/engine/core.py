@@ -7,9 +7,10 @@ A driver adds sequences, begins batches, has an executor run them (`run_step`), 
     step = queue.wait()
     events = core.end(step.batch, step.results, step.finished, step.seconds)
 
-The drivers are `Engine`, a follower process (`engine/follower.py`) and the simulator (`longctx.simulation`).
+The drivers are `Engine`, `OrderedCore` in follower processes and replays, and the simulator (`longctx.simulation`).
 """
 
+import dataclasses
 import itertools
 from collections import deque
 
@@ -24,9 +25,11 @@ from longctx.serving.kv_cache.sessions import PartialPage, Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics
+from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
+from longctx.serving.scheduler.slo import check_possible
 
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite): its weights are damaged, or its activations overflow"
@@ -94,8 +97,28 @@ class Core:
         for sequence in sequences:
             sequence.available = (found + count) * self.scheduler.running.page_size if count else 0
 
+    def check(self, prepared: PreparedRequest, is_profiled: bool) -> None:
+        """Check that a request could be served if it were the only one.
+
+        Args:
+          prepared: the request.
+          is_profiled: whether predictions are good enough to refuse it by.
+
+        Raises:
+          ValueError: its lease is another's, or its pages or targets are more than can be had.
+        """
+        request, length, scheduler = prepared.request, len(prepared.tokens), self.scheduler
+        if request.lease is not None and request.lease in self.leases:
+            raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
+        scheduler.planner.check(length, request.sampling.max_tokens)
+        if is_profiled:
+            cached = scheduler.count_cached(prepared.shared_keys)
+            time = scheduler.forecast.time
+            alone = dataclasses.replace(time, predictor=scheduler.chunker.predictor.predictor)
+            check_possible(request, cached, length, alone, scheduler.plan.stage)
+
     def add(self, sequences: list[Sequence]) -> None:
-        """Let sequences wait; their sizes have been checked (`Scheduler.check`)."""
+        """Let sequences wait, which have been checked."""
         for sequence in sequences:
             lease_id = completion_of(sequence).lease_id
             if lease_id is not None:

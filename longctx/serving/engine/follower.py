@@ -1,28 +1,17 @@
-"""The engine of a process that follows another: it decides the same, on the same news, at the same time."""
+"""`Follower`: the engine of a process that follows another; it decides the same from the same updates."""
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from longctx.serving.distributed.load_ends import LoadEnds
-from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import (
-    Arrival,
-    Evict,
-    Forget,
-    Located,
-    Pin,
-    RequestUpdate,
-    SettleOrder,
-    StepOrder,
-)
+from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
+from longctx.serving.distributed.orders import Arrival, Located, RequestUpdate, SettleOrder, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
-from longctx.serving.engine.ordered_core import OrderedCore
+from longctx.serving.engine.page_transfers import PageTransfers
+from longctx.serving.engine.steps import OrderedCore
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
-from longctx.serving.kv_cache.connector import LocatedSources, PageKeeper
-from longctx.serving.kv_cache.tiers.store import TieredStore
+from longctx.serving.kv_cache.connector import LocatedSources
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -32,7 +21,8 @@ class Follower:
     A step ends here when the next one is ordered, since only the first process knows how long it took.
 
     Args:
-      turn: a context for what is done by an order, into which no other thread's calls come.
+      turn: a context in which an order is carried out, and no other thread's calls.
+      pages: of the engine.
       sources: where pages of other engines come from; None: nowhere.
     """
 
@@ -44,10 +34,10 @@ class Follower:
         input_processor: InputProcessor,
         sequence_maker: SequenceMaker,
         turn: Callable[[], AbstractContextManager[None]],
-        store: PageKeeper | None = None,
+        pages: PageTransfers,
         sources: LocatedSources | None = None,
     ) -> None:
-        self._executor, self._lockstep, self._store = executor, lockstep, store
+        self._executor, self._lockstep, self._pages = executor, lockstep, pages
         self._turn, self._sources = turn, sources
         self._leases: dict[str, set[str]] = {}  # of requests that come with some, by their ids
         self._ended: EndedStep | None = None
@@ -57,7 +47,7 @@ class Follower:
         self._core = OrderedCore(core, queue, self._make, [lockstep])
 
     def run(self) -> None:
-        """Until the first process ends."""
+        """Follow until the first process ends."""
         for order in self._lockstep.orders():
             with self._turn():
                 if isinstance(order, StepOrder | SettleOrder):
@@ -68,8 +58,8 @@ class Follower:
 
     def _act(self, order: StepOrder | SettleOrder) -> None:
         self._end_step(order.now, order.seconds)
-        for news in order.updates:
-            self._hear(news)
+        for update in order.updates:
+            self._apply(update)
         if isinstance(order, StepOrder):
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
@@ -85,27 +75,15 @@ class Follower:
             self._core.end(self._ended, now, seconds)
             self._ended = None
 
-    def _hear(self, news: RequestUpdate) -> None:
-        if self._sources is not None and isinstance(news, Located):
-            self._sources.locate(*news)
-        if self._sources is not None and isinstance(news, Arrival) and news.handoff is not None:
-            leases = {each.lease for each in news.handoff.completions if each.lease is not None}
+    def _apply(self, update: RequestUpdate) -> None:
+        if self._sources is not None and isinstance(update, Located):
+            self._sources.locate(*update)
+        if self._sources is not None and isinstance(update, Arrival) and update.handoff is not None:
+            leases = {each.lease for each in update.handoff.completions if each.lease is not None}
             self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
-            self._leases[news.request_id] = leases
-        if self._store is not None and isinstance(news, Forget | Pin | Evict):
-            self._tell_store(self._store, news)
-        self._core.hear(news)
-
-    def _tell_store(self, store: PageKeeper, news: Forget | Pin | Evict) -> None:
-        if isinstance(news, Pin):
-            store.pin(news.keys, time.monotonic() + news.seconds)
-        elif isinstance(news, Evict):
-            keys = frozenset(news.keys)
-            if news.tier == "host" and isinstance(store, TieredStore):
-                store.evict(lambda key: key in keys)
-        else:
-            for key in news.keys:
-                store.forget(key)
+            self._leases[update.request_id] = leases
+        self._pages.tell_store(update)
+        self._core.apply(update)
 
     def _make(self, arrival: Arrival) -> list[Sequence]:
         prepared = self._input_processor.prepare(arrival.request)

@@ -11,6 +11,7 @@ from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Metrics, TokenLogprob
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
@@ -72,11 +73,22 @@ class InputProcessor:
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         tokens = self._tokenise(request.prompt)
-        self._check(request, len(tokens))
+        self._check_request(request, len(tokens))
         keys: list[bytes] = []
         if self._config.prefix_cache and request.shares_pages:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant, request.cache_salt))
         return PreparedRequest(request, tokens, keys, self.fingerprint)
+
+    def check(self, prepared: PreparedRequest, handoff: Handoff | None) -> None:
+        """Check that a request was prepared for this engine, and that what another engine has computed of it may be.
+
+        Raises:
+          ValueError: it was not, or it may not.
+        """
+        if prepared.prepared_for != self.fingerprint:
+            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
+        if handoff is not None:
+            handoff.check(len(prepared.tokens), prepared.request.sampling, self._model.vocab_size)
 
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
@@ -99,7 +111,7 @@ class InputProcessor:
             )
         return ids.astype(np.int32)
 
-    def _check(self, request: Request, prompt_length: int) -> None:
+    def _check_request(self, request: Request, prompt_length: int) -> None:
         params, vocab = request.sampling, self._model.vocab_size
         if params.n > self._config.max_running:
             raise ValueError(f"n must be at most max_running={self._config.max_running}, got {params.n}")

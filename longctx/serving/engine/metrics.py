@@ -1,11 +1,17 @@
-"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all."""
+"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all, and the `Monitor` that passes steps on."""
 
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.scheduler.batch import Exchange
 from longctx.serving.scheduler.sequence import State, completion_of
+
+logger = logging.getLogger(__name__)
 
 
 class StepMetrics(NamedTuple):
@@ -163,3 +169,42 @@ class EngineStats:
     running: int
     waiting: int
     idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
+
+
+StepMonitor = Callable[[StepMetrics], object]
+
+
+class Monitor:
+    """Calls functions with every ended step, in order; one that raises is not called any more."""
+
+    def __init__(self, call: StepMonitor | None) -> None:
+        self._calls: list[StepMonitor] = [] if call is None else [call]
+        self._ended: deque[StepMetrics] = deque()
+        self._calling = threading.Lock()
+
+    def add(self, call: StepMonitor) -> None:
+        """Call one more function from the next step on."""
+        self._calls.append(call)
+
+    def note(self, step: EndedStep) -> None:
+        """Keep a step for `catch_up`."""
+        if self._calls:
+            self._ended.append(StepMetrics.of(step))
+
+    def catch_up(self) -> None:
+        """Pass on the steps that were noted, unless another thread is about to."""
+        while self._ended and self._calling.acquire(blocking=False):
+            try:
+                while self._ended:
+                    step = self._ended.popleft()
+                    for call in tuple(self._calls):
+                        self._tell(call, step)
+            finally:
+                self._calling.release()
+
+    def _tell(self, call: StepMonitor, step: StepMetrics) -> None:
+        try:
+            call(step)
+        except Exception:
+            self._calls.remove(call)
+            logger.exception("the engine's monitor raised in step %d, and is not called any more", step.number)

@@ -15,7 +15,7 @@ from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.ordered_core import OrderedCore
+from longctx.serving.engine.steps import OrderedCore
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -105,7 +105,7 @@ class ModelReplay:
         for record in self._log.records():
             match record:
                 case Arrived(content=Content() as content):
-                    self._core.hear(Arrival(request_of(content, record.request_id), record.request_id, record.now))
+                    self._core.apply(Arrival(request_of(content, record.request_id), record.request_id, record.now))
                 case Snapshot():
                     raise ValueError(
                         f"{self._log.directory} lacks its beginning: the cache's contents then are not known. Another "
@@ -117,11 +117,11 @@ class ModelReplay:
                         "them. Another plan, such as --stage, can be replayed"
                     )
                 case Cancelled():
-                    self._core.hear(Cancel(record.request_id, record.lease))
+                    self._core.apply(Cancel(record.request_id, record.lease))
                 case Released():
-                    self._core.hear(Release(record.lease_id))
+                    self._core.apply(Release(record.lease_id))
                 case Forgotten():
-                    self._core.hear(Forget(split_keys(record.keys)))
+                    self._core.apply(Forget(split_keys(record.keys)))
                 case Cleared():
                     self._core.core.pool.clear()
                 case Step():

@@ -1,11 +1,16 @@
-"""Lets one thread at a time run an engine's steps, and keeps interrupts and calls from within out of them."""
+"""Lock of an engine's steps, updates that wait for the end of a step, and deferral of interrupts."""
 
 import contextlib
+import functools
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Any
 
 _LOOKS = 3
 
@@ -144,3 +149,58 @@ class Interrupts:
         if self._is_pending:
             signal.default_int_handler(number, frame)
         self._is_pending = True
+
+
+class Updates:
+    """Calls that are made between steps: at once if no step runs, and else at the end of the one that runs.
+
+    Args:
+      failing: a context in which an error ends the engine.
+      settle: is called after the updates.
+      is_alive: whether updates may be made.
+    """
+
+    def __init__(
+        self,
+        lock: StepLock,
+        failing: Callable[[], AbstractContextManager[None]],
+        settle: Callable[[], object],
+        is_alive: Callable[[], bool],
+    ) -> None:
+        self._lock, self._failing, self._settle, self._is_alive = lock, failing, settle, is_alive
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def add(self, call: Callable[..., object], arguments: List[Any]) -> None:
+        """Make a call with each argument after the next step. This is safe in a finaliser, in the midst of anything."""
+        self._calls.extend([functools.partial(call, argument) for argument in arguments])
+
+    def make(self, call: Callable[..., object], arguments: List[Any] | None = None) -> None:
+        """Make a call, with each of some arguments, now or as soon as no step runs."""
+        with Interrupts():
+            if arguments is None:
+                self._calls.append(call)
+            else:
+                self.add(call, arguments)
+            self.apply()
+
+    def apply(self) -> None:
+        """Make the calls, unless a step runs."""
+        with Interrupts(), self._lock.held_if_free() as held:
+            if held:
+                self.apply_locked()
+
+    def apply_locked(self) -> None:
+        """Make the calls; the lock is held."""
+        with self._failing():
+            while self._calls and self._is_alive():
+                self._calls.popleft()()
+            self._settle()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """A context that keeps other threads waiting, whose updates are made at its end."""
+        with self._lock.turn("follow"), self._lock.held():
+            yield
+            self.apply_locked()
+        while self._calls and self._is_alive():  # they came since then, and found the lock taken
+            self.apply()

@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 
 from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
+from longctx.serving.engine.active_request import ActiveRequest
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.jobs import Job
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import Loaded, PageKeeper, PageRead, assemble
 from longctx.serving.kv_cache.page_layout import PageLayout
@@ -74,7 +74,7 @@ class Verifier:
     Args:
       share: of loads whose pages are verified, 0 to 1.
       store: which keeps pages; None: nothing does, and loads come from other engines alone.
-      begin: lets a request enter, and returns its job. cancel: ends it.
+      begin: lets a request enter. cancel: ends it.
       release, forget: give up a lease, and let pages be found no more; any thread may call them.
     """
 
@@ -84,8 +84,8 @@ class Verifier:
         core: Core,
         executor: Executor,
         store: PageKeeper | None,
-        begin: Callable[[Request], Job],
-        cancel: Callable[[Job], object],
+        begin: Callable[[Request], ActiveRequest],
+        cancel: Callable[[ActiveRequest], object],
         release: Callable[[str], object],
         forget: Callable[[list[Key]], object],
     ) -> None:
@@ -95,7 +95,7 @@ class Verifier:
         self._begin, self._cancel, self._release, self._forget = begin, cancel, release, forget
         self._random = random.Random(0)
         self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
-        self._current: tuple[Sample, Job] | None = None
+        self._current: tuple[Sample, ActiveRequest] | None = None
         self._to_compare: SimpleQueue[tuple[Sample, PageRead, list[Key], PageRead | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_begun = 0
@@ -126,12 +126,11 @@ class Verifier:
             if is_idle and self._samples:
                 self._begin_next()
             return
-        sample, job = self._current
-        if job.open:
+        sample, request = self._current
+        if request.is_open:
             return
         self._current = None
-        output = job.events[-1].output
-        assert output is not None
+        output = request.outputs[0]
         if output.lease is None or output.lease.length < len(sample.tokens):
             return  # it failed, or was ended otherwise
         self._read(sample, output.lease.lease_id)
@@ -139,9 +138,9 @@ class Verifier:
     def give_way(self) -> None:
         """Somebody's request has come: what is computed for comparison ends, and is tried again later."""
         if self._current is not None:
-            sample, job = self._current
+            sample, request = self._current
             self._current = None
-            self._cancel(job)
+            self._cancel(request)
             if sample.tries < _MOST_TRIES:
                 self._samples.append(sample._replace(tries=sample.tries + 1))
 

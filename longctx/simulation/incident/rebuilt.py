@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.orders import Arrival, Cancel
+from longctx.serving.distributed.orders import Arrival, Cancel, DecisionLog
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.input_processor import SequenceMaker
-from longctx.serving.engine.ordered_core import OrderedCore
-from longctx.serving.engine.run_step import DecisionLog
+from longctx.serving.engine.steps import OrderedCore
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.sessions import PartialPage
@@ -139,7 +138,7 @@ class Rebuilt:
         if arrived.num_prompt + arrived.max_tokens > self._max_length:
             raise ValueError(f"request {arrived.request_id!r} is longer than the longest sequence, which is damage")
         try:
-            self.core.scheduler.check(arrived.num_prompt, arrived.max_tokens)
+            self.core.scheduler.planner.check(arrived.num_prompt, arrived.max_tokens)
         except ValueError as error:
             raise ValueError(f"num_pages is too small for request {arrived.request_id!r}: {error}") from None
         self._arrived = arrived
@@ -169,16 +168,16 @@ class Rebuilt:
             lease=arrived.lease,
             shares_pages=arrived.shares_pages,
         )
-        self._ordered.hear(Arrival(request, name, arrived.now, arrived.available))
+        self._ordered.apply(Arrival(request, name, arrived.now, arrived.available))
 
     def cancel(self, cancelled: Cancelled) -> list[Event]:
         """End a request, if it has not ended."""
         name = self._names.get(cancelled.request_id, "")
-        return self._ordered.hear(Cancel(name, cancelled.lease)) if name in self.open else []
+        return self._ordered.apply(Cancel(name, cancelled.lease)) if name in self.open else []
 
     def end_load(self, record: LoadEnded) -> None:
         """End a load, if somebody waits for it."""
-        self._ordered.hear(Loaded(record.name, record.num_pages, record.seconds))
+        self._ordered.apply(Loaded(record.name, record.num_pages, record.seconds))
 
     def step(self, now: float) -> EndedStep | None:
         """See `run_step`."""
