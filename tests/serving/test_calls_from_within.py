@@ -336,7 +336,7 @@ def test_nobody_waits_for_a_step_to_submit_cancel_or_ask() -> None:
     entered.wait(30)
     second = engine.submit(Request(PROMPTS[1], SIX))
     third = engine.stream(PROMPTS[2], SIX)
-    assert engine.progress(second) == (0, 30)
+    assert engine.requests[second].progress == (0, 30)
     assert engine.cancel(first)
     assert engine.stats().running == 1
     third.close()

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from longctx.serving.distributed.orders import Arrival, Cancel, RequestUpdate
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.input_processor import SequenceMaker
+from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
+from longctx.serving.engine.step_lock import Interrupts, StepLock
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
-from longctx.serving.request.request import PreparedRequest
+from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.validation import check_real
 
@@ -135,7 +136,7 @@ class ActiveRequests(dict[str, ActiveRequest]):
     Threads and signal handlers may claim ids at the same time. Other methods are called between steps.
 
     Args:
-      check: raises ValueError for a request, with what another engine has computed of it, that can't be served.
+      input_processor: prepares and checks them.
       maker: makes their sequences.
       executor: its `sources` are where pages come from, by lease.
       look_up: notes how much of the prompt of sequences can be loaded.
@@ -146,14 +147,14 @@ class ActiveRequests(dict[str, ActiveRequest]):
     def __init__(
         self,
         core: Core,
-        check: Callable[[PreparedRequest, Handoff | None], object],
+        input_processor: InputProcessor,
         maker: SequenceMaker,
         executor: Executor,
         look_up: Callable[[list[Sequence]], object],
         note: Callable[[RequestUpdate, List[Sequence]], object],
         clock: Callable[[], float],
     ) -> None:
-        self._core, self._check, self._maker, self._executor = core, check, maker, executor
+        self._core, self._input_processor, self._maker, self._executor = core, input_processor, maker, executor
         self._look_up, self._note, self._clock = look_up, note, clock
         self._numbers = itertools.count()
 
@@ -169,9 +170,10 @@ class ActiveRequests(dict[str, ActiveRequest]):
           TypeError, ValueError: one can't be served, or an id is taken.
         """
         for i, request in enumerate(requests):
-            with naming_prompt(i, len(requests)):
+            with _naming_prompt(i, len(requests)):
                 check_real("arrival", request.arrival, -math.inf, self._clock())
-                self._check(request.prepared, request.handoff)
+                self._input_processor.check(request.prepared, request.handoff)
+                self._core.check(request.prepared)
         given = {request.prepared.request.request_id for request in requests}
         try:
             for i, request in enumerate(requests):
@@ -181,7 +183,7 @@ class ActiveRequests(dict[str, ActiveRequest]):
                 request.request_id = str(request.prepared.request.request_id)
                 # One call, so that no other thread comes between the question and the answer.
                 if self.setdefault(request.request_id, request) is not request:
-                    with naming_prompt(i, len(requests)):
+                    with _naming_prompt(i, len(requests)):
                         raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
         except BaseException:
             for request in requests:
@@ -212,8 +214,9 @@ class ActiveRequests(dict[str, ActiveRequest]):
             self._executor.sources.update(request.sources)
             self.deliver(self._core.resume(sequences, handoff, now))
 
-    def begin_own(self, prepared: PreparedRequest) -> ActiveRequest:
+    def begin_own(self, request: Request) -> ActiveRequest:
         """Let a request of the engine's own enter."""
+        prepared = self._input_processor.prepare(request)
         own = ActiveRequest(prepared, self._clock(), lambda _, event: None, has_begun=True)
         self.claim([own])
         self.enter(own)
@@ -254,26 +257,42 @@ class ActiveRequests(dict[str, ActiveRequest]):
                 return request_id
 
 
+class EventQueue(deque[Event]):
+    """Events that wait to be taken."""
+
+    def take(self) -> list[Event]:
+        """Take all events; an interrupt leaves them for the next call."""
+        events: list[Event] = []
+        try:
+            with Interrupts(), contextlib.suppress(IndexError):
+                while True:
+                    events.append(self.popleft())
+            return events
+        except BaseException:
+            self.extendleft(reversed(events))
+            raise
+
+
 class TokenStream(Iterator[Event]):
     """Iterator over the events of its requests. Closing or dropping it cancels those that have not ended.
 
     The thread that waits for an event runs the engine's next step.
 
     Args:
-      step: runs a step, unless there are events by now.
-      cancel: ends what has not ended of requests.
-      abandon: likewise, later: safe in a finaliser, which may run in the midst of anything.
+      take_turn: runs a step for a call of this name, unless there are events by now.
+      lock: of the engine.
+      leave: ends what has not ended of a request.
     """
 
     def __init__(
         self,
-        step: Callable[[deque[Event]], object],
-        cancel: Callable[[list[ActiveRequest]], object],
-        abandon: Callable[[list[ActiveRequest]], object],
+        take_turn: Callable[[str, deque[Event]], object],
+        lock: StepLock,
+        leave: Callable[[ActiveRequest], object],
     ) -> None:
         self.requests: list[ActiveRequest] = []
         self.events: deque[Event] = deque()
-        self._step, self._cancel, self._abandon = step, cancel, abandon
+        self._take_turn, self._lock, self._leave = take_turn, lock, leave
         self._is_closed = False
 
     def __next__(self) -> Event:
@@ -283,7 +302,7 @@ class TokenStream(Iterator[Event]):
                 return self.events.popleft()
             if not is_open:
                 break
-            self._step(self.events)
+            self._take_turn("next", self.events)
         raise StopIteration
 
     def outputs(self, progress: Callable[[Event], object] | None = None) -> list[Output]:
@@ -304,15 +323,24 @@ class TokenStream(Iterator[Event]):
         """End what has not ended; there are no more events then."""
         self._is_closed = True
         if self._is_open:
-            self._cancel(self.requests)
+            self._lock.update(self._leave, self.requests)
 
     def __del__(self) -> None:
         if self._is_open:
-            self._abandon(self.requests)
+            self._lock.abandon(self._leave, self.requests)
+
+
+def prepare_all(processor: InputProcessor, requests: List[Request]) -> list[PreparedRequest]:
+    """Prepare requests; an error names the one that is wrong."""
+    prepared = []
+    for i, request in enumerate(requests):
+        with _naming_prompt(i, len(requests)):
+            prepared.append(processor.prepare(request))
+    return prepared
 
 
 @contextlib.contextmanager
-def naming_prompt(i: int, count: int) -> Iterator[None]:
+def _naming_prompt(i: int, count: int) -> Iterator[None]:
     """Put the name of a prompt before the message of an error, if there are several."""
     try:
         yield

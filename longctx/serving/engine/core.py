@@ -49,7 +49,8 @@ class Core:
 
     Attributes:
       counts: of tokens, by name, see `EngineStats`.
-      now: when it was last asked for something, by its driver's clock.
+      now: when it was last called, by its driver's clock.
+      is_profiled: whether the predictor was measured, so that requests may be refused by what it says.
 
     Source:
       Medha, 4.2 (chunks of prompts and decodes in one batch), after Sarathi-Serve.
@@ -75,7 +76,7 @@ class Core:
         self.page_hash = page_hash
         self.leases = Leases(scheduler.pool, scheduler.running.page_size)
         self._completing: deque[tuple[int, str, Chunk, int]] = deque()  # rows of sequences with leases, their steps
-        self.now, self._is_blocked = 0.0, False
+        self.now, self._is_blocked, self.is_profiled = 0.0, False, False
         names = "prompt_tokens", "output_tokens", "queried_tokens", "cached_tokens", "loaded_tokens"
         self.counts = dict.fromkeys(names, 0)
 
@@ -97,12 +98,11 @@ class Core:
         for sequence in sequences:
             sequence.available = (found + count) * self.scheduler.running.page_size if count else 0
 
-    def check(self, prepared: PreparedRequest, is_profiled: bool) -> None:
+    def check(self, prepared: PreparedRequest) -> None:
         """Check that a request could be served if it were the only one.
 
         Args:
           prepared: the request.
-          is_profiled: whether predictions are good enough to refuse it by.
 
         Raises:
           ValueError: its lease is another's, or its pages or targets are more than can be had.
@@ -111,7 +111,7 @@ class Core:
         if request.lease is not None and request.lease in self.leases:
             raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
         scheduler.planner.check(length, request.sampling.max_tokens)
-        if is_profiled:
+        if self.is_profiled:
             cached = scheduler.count_cached(prepared.shared_keys)
             time = scheduler.forecast.time
             alone = dataclasses.replace(time, predictor=scheduler.chunker.predictor.predictor)

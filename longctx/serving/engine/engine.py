@@ -17,14 +17,13 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Journal, RequestUpdate
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, TokenStream, naming_prompt
+from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, EventQueue, TokenStream, prepare_all
 from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.metrics import EngineStats, Monitor, StepMonitor
 from longctx.serving.engine.page_transfers import PageTransfers
 from longctx.serving.engine.setup import resolve
-from longctx.serving.engine.step_lock import Interrupts, StepLock, Updates
+from longctx.serving.engine.step_lock import Interrupts, StepLock
 from longctx.serving.engine.steps import run_step
-from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT, LeasedSource, LocatedSources, PageKeeper
@@ -44,14 +43,14 @@ from longctx.serving.scheduler.sequence import Sequence
 class Engine:
     r"""Serves a model, on one device or many. Any thread may call any method.
 
-    Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
-    has ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may
-    be called by a signal handler.
+    A thread that waits for tokens runs steps, one thread at a time. Calls of others take effect when the step has
+    ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may be
+    made by a signal handler.
 
     An exception within a step leaves the device in an unknown state: every request ends with a last event
-    (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
-    ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
-    so may an exception that another signal's handler raises.
+    (`finish_reason="error"`), and every later call raises RuntimeError. Ctrl-C waits for the end of a step, and cancels
+    the requests of the call that it interrupts. Ctrl-C twice does not wait, and ends the engine, and so may an
+    exception that another signal's handler raises.
 
     On accelerators an engine without `num_pages` has as many as fit into memory beside the programs of the largest
     steps, which it compiles when it is made.
@@ -75,10 +74,10 @@ class Engine:
       store: keeps pages beyond the devices. None: as `config.tiers` says. It may be shared by engines of one model.
 
     Attributes:
-      model: as given.
-      config: as given.
+      model, config: as given.
       core: what decides, see `Core`.
       input_processor: prepares its requests, see `InputProcessor`.
+      now: returns seconds of its clock.
       requests: that have not ended, by id.
       pages: that leave it and arrive, see `PageTransfers`.
       process_group: the processes that run it together.
@@ -136,42 +135,24 @@ class Engine:
         self.max_length, self.num_pages = setup.max_length, setup.num_pages
         self.core, self.input_processor, self._sequence_maker = setup.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
-        self._is_profiled = setup.is_profiled
         if recorder is not None:
             setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
         self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
-        self._executor, self._clock = executor, clock
+        self._executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._monitor = Monitor(monitor)
-        self._error: BaseException | None = None
         self._is_warm = False
         self._is_idle = False  # whether the last step had nothing to begin
-        self._events: deque[Event] = deque()  # that `step` returns
-        self._step_lock = StepLock()
-        self._updates = Updates(self._step_lock, self._failing, self._settle, lambda: self._error is None)
+        self._events = EventQueue()  # that `step` returns
+        self._lock = StepLock(self._settle, self._fail)
+        look_up = lambda sequences: self.pages.look_up(sequences)  # noqa: E731
         self.requests = ActiveRequests(
-            self.core,
-            self._check,
-            self._sequence_maker,
-            executor,
-            lambda sequences: self.pages.look_up(sequences),
-            self._note,
-            self.now,
+            self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
         )
-        self.pages = PageTransfers(
-            self.core,
-            executor,
-            store,
-            self._note,
-            self._updates.make,
-            self.now,
-            self._lockstep,
-            self.config.verify_share,
-            lambda request: self.requests.begin_own(self.prepare(request)),
-            self.requests.leave,
+        update, share = self._lock.update, self.config.verify_share
+        self.pages: PageTransfers = PageTransfers(
+            self.core, executor, store, self._note, update, lambda: self.now(), self._lockstep, share, self.requests
         )
-
-    # One call for all.
 
     def generate(
         self,
@@ -193,8 +174,7 @@ class Engine:
           TypeError, ValueError: a prompt can't be served. None of them is begun then.
           RuntimeError: the engine has failed.
         """
-        stream = self.stream(prompts, sampling)
-        outputs = stream.outputs(progress)
+        outputs = self.stream(prompts, sampling).outputs(progress)
         if any(output.finish_reason == "error" for output in outputs):
             self._check_alive()
         return outputs
@@ -210,17 +190,9 @@ class Engine:
         Returns:
           An iterator of events, each with the tokens of one step.
         """
-        requests, arrival, prepared = read_requests(prompts, sampling), self._clock(), []
-        for i, request in enumerate(requests):
-            with naming_prompt(i, len(requests)):
-                prepared.append(self.prepare(request))
+        arrival, prepared = self.now(), prepare_all(self.input_processor, read_requests(prompts, sampling))
         wait(self.pages.ask_ahead(prepared), LOOKUP_TIMEOUT)
-        updates, leave = self._updates, self.requests.leave
-        stream = TokenStream(
-            lambda events: self._take_turn("next", events),
-            lambda requests: updates.make(leave, requests),
-            lambda requests: updates.add(leave, requests),
-        )
+        stream = TokenStream(self._take_turn, self._lock, self.requests.leave)
         add = stream.events.append
         stream.requests += [ActiveRequest(each, arrival, lambda _, event: add(event)) for each in prepared]
         self._start(stream.requests)
@@ -238,10 +210,7 @@ class Engine:
           RuntimeError: requests have not ended.
         """
         with self._without_requests("compile", "compile must be called before requests, and"):
-            if self._lockstep.is_alone:
-                self._compile(progress)
-            else:
-                self._warm_up(progress)
+            self._warm_up(progress, runs=not self._lockstep.is_alone)
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile every program that serving needs, and run it once; nothing is compiled after it.
@@ -267,9 +236,9 @@ class Engine:
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         try:
-            with self._failing():
+            with self._lock.failing():
                 arguments = self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker
-                Follower(*arguments, self._updates.following, self.pages, sources).run()
+                Follower(*arguments, self._lock.following, self.pages, sources).run()
         finally:
             self.pages.close()
 
@@ -286,7 +255,7 @@ class Engine:
             self.core.pool.clear()
             for journal in self._journals:
                 journal.note_clear()
-            with self._failing():
+            with self._lock.failing():
                 yield self._executor
 
     @property
@@ -295,10 +264,8 @@ class Engine:
 
         None: the engine runs on CPUs, or the memory is not known.
         """
-        fit = self._executor.fit if isinstance(self._executor, DeviceExecutor) else None
+        fit = getattr(self._executor, "fit", None)
         return None if fit is None else fit.use
-
-    # Piece by piece.
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise and hash its prompt: what `submit` does first, outside of the engine's lock.
@@ -319,14 +286,16 @@ class Engine:
           RuntimeError: the engine has failed.
         """
         self._check_alive()
-        self._updates.apply()
+        if not self.takes_handoffs and any(request.handoff is not None for request in requests):
+            raise ValueError("handoff must be None for an engine that is recorded")
+        self._lock.apply()
         self.requests.claim(requests)
 
     def begin(self, requests: List[ActiveRequest]) -> None:
         """Let claimed requests enter with the next step."""
         for request in requests:
             request.has_begun = True
-        self._updates.make(self.requests.enter, requests)
+        self._lock.update(self.requests.enter, requests)
 
     def submit(
         self,
@@ -350,7 +319,7 @@ class Engine:
         Raises:
           TypeError, ValueError: it can't be served.
         """
-        arrival = self._clock() if arrival is None else arrival
+        arrival = self.now() if arrival is None else arrival
         if isinstance(request, PreparedRequest):
             prepared = request
         else:
@@ -393,25 +362,9 @@ class Engine:
         Raises:
           RuntimeError: the engine has failed, or a monitor or a signal handler called it within a step.
         """
-        if self._error is None or not self._events:
+        if self._lock.error is None or not self._events:
             self._take_turn("step", None)
-        events: list[Event] = []
-        try:
-            with Interrupts(), contextlib.suppress(IndexError):
-                while True:
-                    events.append(self._events.popleft())
-            return events
-        except BaseException:
-            self._events.extendleft(reversed(events))  # for the next call
-            raise
-
-    def progress(self, request_id: str) -> tuple[int, int]:
-        """How many tokens of a request's prompt are computed, found in the cache or planned, and how many it has.
-
-        Raises:
-          KeyError: no such request, or it has ended.
-        """
-        return self.requests[request_id].progress
+        return self._events.take()
 
     @property
     def has_work(self) -> bool:
@@ -420,14 +373,14 @@ class Engine:
         Raises:
           RuntimeError: the engine has failed, and the last events of its requests have been returned.
         """
-        if self._error is not None and not self._events:
+        if self._lock.error is not None and not self._events:
             self._check_alive()
-        self._updates.apply()
+        self._lock.apply()
         return bool(self.requests.have_begun or self._events or self.core.has_stores or self.pages.verifier.has_work)
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
-        with Interrupts(), self._step_lock.held_if_free() as is_held:
+        with Interrupts(), self._lock.held_if_free() as is_held:
             return copy_scheduler(self.scheduler) if is_held else None
 
     def add_monitor(self, monitor: StepMonitor) -> None:
@@ -436,17 +389,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The counts since the engine was made, and what it holds now: nothing, once it has failed."""
-        self._updates.apply()
+        self._lock.apply()
         stats = self.core.stats()
-        if self._error is not None:
+        if self._lock.error is not None:
             stats = dataclasses.replace(stats, running=0, waiting=0, pages_held=0, pages_cached=0)
         return stats
-
-    def now(self) -> float:
-        """Seconds of the engine's clock."""
-        return self._clock()
-
-    # Requests.
 
     def _start(self, requests: List[ActiveRequest]) -> None:
         """Claim and begin requests; all or none."""
@@ -455,45 +402,37 @@ class Engine:
                 self.claim(requests)
                 self.begin(requests)
         except BaseException:
-            self._updates.make(self.requests.leave, requests)
+            self._lock.update(self.requests.leave, requests)
             raise
-
-    def _check(self, prepared: PreparedRequest, handoff: Handoff | None) -> None:
-        if handoff is not None and not self.takes_handoffs:
-            raise ValueError("handoff must be None for an engine that is recorded")
-        self.input_processor.check(prepared, handoff)
-        self.core.check(prepared, self._is_profiled)
 
     def _end(self, request_id: str, lease: str | None) -> bool:
         """End a request by its id; whether it is known."""
         self._check_alive()
-        self._updates.apply()
+        self._lock.apply()
         request = self.requests.get(request_id)
         if request is not None:
-            self._updates.make(lambda request: self.requests.leave(request, lease), [request])
+            self._lock.update(lambda request: self.requests.leave(request, lease), [request])
         return request is not None
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
         for journal in self._journals:
             journal.note(update, sequences)
 
-    # Steps, and what happens between them.
-
     def _take_turn(self, call: str, events: deque[Event] | None) -> None:
         """Run a step, and tell the monitor; nothing if there are events by the time that it is this thread's turn."""
-        with Interrupts() as interrupts, self._step_lock.turn(call):
-            with self._step_lock.held(interrupts):
+        with Interrupts() as interrupts, self._lock.turn(call):
+            with self._lock.held(interrupts):
                 if not events:
                     self._step()
             self._monitor.catch_up()
 
     def _step(self) -> None:
         self._check_alive()
-        self._updates.apply_locked()
+        self._lock.apply_locked()
         if not (self._is_warm or self._lockstep.is_alone):
             self._warm_up()
-        now = self._clock()
-        with self._failing(), self._lockstep.limit("a step"):
+        now = self.now()
+        with self._lock.failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
             self.pages.verifier.poll(not self.requests.have_begun)
             for journal in self._journals:
@@ -511,17 +450,17 @@ class Engine:
 
     def _settle(self) -> None:
         """Let other processes have what this one has, where no step is to follow but pages may be asked for."""
-        if self._is_warm and self.core.leases and not self.requests.have_begun and self._error is None:
-            self._lockstep.settle(self._clock())
+        if self._is_warm and self.core.leases and not self.requests.have_begun and self._lock.error is None:
+            self._lockstep.settle(self.now())
 
     @contextlib.contextmanager
     def _without_requests(self, call: str, error: str) -> Iterator[None]:
         """A context in which there is no request, and no step runs; RuntimeError if there are some."""
-        with self._step_lock.turn(call):
-            with self._step_lock.held():
+        with self._lock.turn(call):
+            with self._lock.held():
                 with Interrupts():
                     self._check_alive()
-                    self._updates.apply_locked()
+                    self._lock.apply_locked()
                     self.pages.verifier.give_way()
                     if self.requests:
                         raise RuntimeError(f"{error} {len(self.requests)} have not ended")
@@ -530,39 +469,31 @@ class Engine:
                 yield
             self._monitor.catch_up()
 
-    def _compile(self, progress: Progress) -> None:
-        with Interrupts.allowed():
-            self._executor.compile(progress)  # an interrupt here breaks nothing
+    def _fail(self, cause: str) -> None:
+        """End all requests, and the engines of other processes."""
+        try:
+            self.requests.fail(f"a step failed: {cause}")
+        finally:
+            for journal in self._journals:
+                journal.note_failure(cause)
 
-    def _warm_up(self, progress: Progress = ignore_progress) -> None:
+    def _warm_up(self, progress: Progress = ignore_progress, runs: bool = True) -> None:
+        """Compile all programs, and run them once."""
         alone = self._lockstep.is_alone
         if alone:
-            self._compile(progress)
-        with Interrupts() if alone else Interrupts.allowed(), self._failing():
-            if alone:
-                self._executor.warm_up()
-            else:
-                self._lockstep.send_warm_up()
-                self._lockstep.warm_up(self._executor, progress)
-            self._is_warm = True
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """An error inside is the end of the engine, in all processes, and of all requests."""
-        try:
-            yield
-        except BaseException as error:
-            self._error, cause = error, f"{type(error).__name__}: {error}"
-            try:
-                self.requests.fail(f"a step failed: {cause}")
-            finally:
-                for journal in self._journals:
-                    journal.note_failure(cause)
-            raise
+            with Interrupts.allowed():
+                self._executor.compile(progress)  # an interrupt here breaks nothing
+        if runs:
+            with Interrupts() if alone else Interrupts.allowed(), self._lock.failing():
+                if alone:
+                    self._executor.warm_up()
+                else:
+                    self._lockstep.send_warm_up()
+                    self._lockstep.warm_up(self._executor, progress)
+                self._is_warm = True
 
     def _check_alive(self) -> None:
-        if self._error is not None:
-            raise RuntimeError("the engine has failed, and its requests with it") from self._error
+        self._lock.check_alive()
         if not self._lockstep.leads:
             raise RuntimeError(
                 f"process {self._lockstep.group.process_id} follows process 0, which takes requests: follow()"

@@ -7,7 +7,7 @@ from typing import Any
 
 from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
 from longctx.serving.distributed.orders import Evict, Forget, Located, Pin, Release, RequestUpdate
-from longctx.serving.engine.active_request import ActiveRequest
+from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.verification import Verifier
 from longctx.serving.executor.interface import Executor
@@ -16,7 +16,7 @@ from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKee
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
@@ -44,7 +44,8 @@ class PageTransfers:
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
       lockstep: of the processes of the engine.
-      verify_share: see `Verifier`, which begins and cancels requests.
+      verify_share: see `Verifier`.
+      requests: of the engine.
 
     Attributes:
       verifier: computes a share of the loaded pages again.
@@ -63,13 +64,12 @@ class PageTransfers:
         clock: Callable[[], float],
         lockstep: Lockstep,
         verify_share: float,
-        begin: Callable[[Request], ActiveRequest],
-        cancel: Callable[[ActiveRequest], object],
+        requests: ActiveRequests,
     ) -> None:
         self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
         self._core, self._executor, self._note = core, executor, note
         self._between_steps, self._clock = between_steps, clock
-        self.verifier = Verifier(verify_share, core, executor, store, begin, cancel, self._release, self.forget)
+        self.verifier = Verifier(verify_share, core, executor, store, requests, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
         self.on_fetch: list[Callable[[str, bool], object]] = []
         self.on_evict: list[Callable[[], object]] = []  # called between steps, after `evict`

@@ -129,7 +129,7 @@ class EngineSetup(NamedTuple):
 
     def make_core(self) -> Built:
         """Make the core, and what turns requests into its sequences."""
-        return build_core(
+        built = build_core(
             self.model.config,
             self.config,
             self.plan,
@@ -140,6 +140,8 @@ class EngineSetup(NamedTuple):
             self.topology,
             self.element_bytes,
         )
+        built.core.is_profiled = self.is_profiled
+        return built
 
     def begin_recording(self, recorder: Recorder, params: Params | None, core: Core, leads: bool) -> None:
         """Let a recorder record the engine's core.

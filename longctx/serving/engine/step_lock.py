@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -16,16 +15,29 @@ _LOOKS = 3
 
 
 class _Visit:
-    """Lives as long as the frame of a thread that is within a step."""
+    """Object that lives as long as the frame of a thread that is within a step."""
 
 
 class StepLock:
-    """A lock for steps. A thread that is within a step can't begin another: a signal handler might call anything.
+    """The lock of an engine's steps. A thread that is within a step can't begin another, as a signal handler might.
 
-    An engine's other calls don't take it: where they find it taken, they leave their news to who holds it.
+    Other calls of the engine don't wait for it: their updates are made at once if no step runs, and else at the end of
+    the one that runs.
+
+    Args:
+      settle: is called after updates.
+      on_failure: is called with the cause when an error ends the engine.
+
+    Attributes:
+      error: that ended the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, settle: Callable[[], object] = lambda: None, on_failure: Callable[[str], object] = lambda cause: None
+    ) -> None:
+        self._settle, self._on_failure = settle, on_failure
+        self.error: BaseException | None = None
+        self._updates: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         # By thread. An exception that a signal raises may leave an entry behind, but not what it refers to.
         self._visits: dict[int, weakref.ref[_Visit]] = {}
@@ -35,8 +47,8 @@ class StepLock:
         return {thread for thread, visit in list(self._visits.items()) if visit() is not None}
 
     def _is_abandoned(self, alone: set[int]) -> bool:
-        """Whether nobody but this thread is inside, and it is locked: an exception that a signal raised came before a
-        release. A lock that has just been released looks like that once, but not again and again."""
+        """Whether only this thread is inside, and it is locked: an exception that a signal raised came before a
+        release. A lock that has just been released looks like that once, but not repeatedly."""
         return all(self._inside() == alone and self._lock.locked() for _ in range(_LOOKS))
 
     @contextlib.contextmanager
@@ -65,7 +77,7 @@ class StepLock:
         """Within a turn: wait for other threads' steps, and keep them waiting. A deferred interrupt ends the wait.
 
         Raises:
-          RuntimeError: nobody is left who would end the wait.
+          RuntimeError: no thread is left that would end the wait.
         """
         if interrupts is None:
             with self._lock:
@@ -99,9 +111,61 @@ class StepLock:
                 self._lock.release()
             self._visits.pop(thread, None)
 
+    # Updates and failure.
+
+    def abandon(self, call: Callable[..., object], arguments: List[Any]) -> None:
+        """Make a call with each argument after the next step. This is safe in a finaliser, in the midst of anything."""
+        self._updates.extend([functools.partial(call, argument) for argument in arguments])
+
+    def update(self, call: Callable[..., object], arguments: List[Any] | None = None) -> None:
+        """Make a call, with each of some arguments, now or as soon as no step runs."""
+        with Interrupts():
+            if arguments is None:
+                self._updates.append(call)
+            else:
+                self.abandon(call, arguments)
+            self.apply()
+
+    def apply(self) -> None:
+        """Make the updates, unless a step runs."""
+        with Interrupts(), self.held_if_free() as held:
+            if held:
+                self.apply_locked()
+
+    def apply_locked(self) -> None:
+        """Make the updates; the lock is held."""
+        with self.failing():
+            while self._updates and self.error is None:
+                self._updates.popleft()()
+            self._settle()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """A context that keeps other threads waiting, whose updates are made at its end."""
+        with self.turn("follow"), self.held():
+            yield
+            self.apply_locked()
+        while self._updates and self.error is None:  # they came since then, and found the lock taken
+            self.apply()
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A context in which an error ends the engine, in all processes, and all requests."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            self._on_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if the engine has failed."""
+        if self.error is not None:
+            raise RuntimeError("the engine has failed, and its requests with it") from self.error
+
 
 class Interrupts:
-    """A context in whose midst Ctrl-C raises no KeyboardInterrupt, but at its end; a second Ctrl-C raises at once.
+    """A context that defers the KeyboardInterrupt of Ctrl-C to its end; a second Ctrl-C raises at once.
 
     Python raises it between any two instructions of the main thread, where an engine might have noted one half of a
     decision. Programs that handle SIGINT themselves are left alone.
@@ -126,7 +190,7 @@ class Interrupts:
     @staticmethod
     @contextlib.contextmanager
     def allowed() -> Iterator[None]:
-        """A context that lets Ctrl-C raise at once again, whoever defers it now: for what takes minutes."""
+        """A context that lets Ctrl-C raise at once again within one that defers it: for what takes minutes."""
         handler = signal.getsignal(signal.SIGINT)
         deferring = getattr(handler, "__self__", None)
         if not isinstance(deferring, Interrupts) or threading.current_thread() is not threading.main_thread():
@@ -149,58 +213,3 @@ class Interrupts:
         if self._is_pending:
             signal.default_int_handler(number, frame)
         self._is_pending = True
-
-
-class Updates:
-    """Calls that are made between steps: at once if no step runs, and else at the end of the one that runs.
-
-    Args:
-      failing: a context in which an error ends the engine.
-      settle: is called after the updates.
-      is_alive: whether updates may be made.
-    """
-
-    def __init__(
-        self,
-        lock: StepLock,
-        failing: Callable[[], AbstractContextManager[None]],
-        settle: Callable[[], object],
-        is_alive: Callable[[], bool],
-    ) -> None:
-        self._lock, self._failing, self._settle, self._is_alive = lock, failing, settle, is_alive
-        self._calls: deque[Callable[[], object]] = deque()
-
-    def add(self, call: Callable[..., object], arguments: List[Any]) -> None:
-        """Make a call with each argument after the next step. This is safe in a finaliser, in the midst of anything."""
-        self._calls.extend([functools.partial(call, argument) for argument in arguments])
-
-    def make(self, call: Callable[..., object], arguments: List[Any] | None = None) -> None:
-        """Make a call, with each of some arguments, now or as soon as no step runs."""
-        with Interrupts():
-            if arguments is None:
-                self._calls.append(call)
-            else:
-                self.add(call, arguments)
-            self.apply()
-
-    def apply(self) -> None:
-        """Make the calls, unless a step runs."""
-        with Interrupts(), self._lock.held_if_free() as held:
-            if held:
-                self.apply_locked()
-
-    def apply_locked(self) -> None:
-        """Make the calls; the lock is held."""
-        with self._failing():
-            while self._calls and self._is_alive():
-                self._calls.popleft()()
-            self._settle()
-
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """A context that keeps other threads waiting, whose updates are made at its end."""
-        with self._lock.turn("follow"), self._lock.held():
-            yield
-            self.apply_locked()
-        while self._calls and self._is_alive():  # they came since then, and found the lock taken
-            self.apply()

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
-from longctx.serving.engine.active_request import ActiveRequest
+from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import Loaded, PageKeeper, PageRead, assemble
@@ -74,7 +74,7 @@ class Verifier:
     Args:
       share: of loads whose pages are verified, 0 to 1.
       store: which keeps pages; None: nothing does, and loads come from other engines alone.
-      begin: lets a request enter. cancel: ends it.
+      requests: of the engine.
       release, forget: give up a lease, and let pages be found no more; any thread may call them.
     """
 
@@ -84,15 +84,14 @@ class Verifier:
         core: Core,
         executor: Executor,
         store: PageKeeper | None,
-        begin: Callable[[Request], ActiveRequest],
-        cancel: Callable[[ActiveRequest], object],
+        requests: ActiveRequests,
         release: Callable[[str], object],
         forget: Callable[[list[Key]], object],
     ) -> None:
         self.stats = VerifyStats()
         self._share, self._core, self._executor = share, core, executor
         self._store = store if isinstance(store, TieredStore) else None
-        self._begin, self._cancel, self._release, self._forget = begin, cancel, release, forget
+        self._requests, self._release, self._forget = requests, release, forget
         self._random = random.Random(0)
         self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
         self._current: tuple[Sample, ActiveRequest] | None = None
@@ -140,7 +139,7 @@ class Verifier:
         if self._current is not None:
             sample, request = self._current
             self._current = None
-            self._cancel(request)
+            self._requests.leave(request)
             if sample.tries < _MOST_TRIES:
                 self._samples.append(sample._replace(tries=sample.tries + 1))
 
@@ -157,7 +156,7 @@ class Verifier:
         prompt: Any = sample.tokens
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         request = Request(prompt, sampling, name, tenant=sample.tenant, lease=name, shares_pages=False, priority=-1)
-        self._current = sample, self._begin(request)
+        self._current = sample, self._requests.begin_own(request)
 
     def _read(self, sample: Sample, lease_id: str) -> None:
         """Begin to read what was computed, and what was loaded as far as it is on the devices still."""

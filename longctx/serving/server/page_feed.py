@@ -167,7 +167,7 @@ class EngineFeed(PageFeed):
         told = []
         for request_id in list(self._reading):
             try:
-                done, total = self._thread.engine.progress(request_id)
+                done, total = self._thread.engine.requests[request_id].progress
             except KeyError:  # it has ended
                 done = total = 0
             if done < total:
