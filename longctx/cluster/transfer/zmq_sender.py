@@ -37,8 +37,7 @@ from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.send_queue import SendQueue
 from longctx.cluster.transfer.send_stream import SendStream, Staging
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Address, Network
-from longctx.serving.distributed.strangers import Strangers
+from longctx.serving.distributed.network import Address, Network, RejectedConnections
 from longctx.serving.kv_cache.page_layout import PageLayout
 
 _LOG = logging.getLogger(__name__)
@@ -133,8 +132,8 @@ class PageSender:
             self._socket = self._network.serve(zmq.ROUTER, key)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._strangers = Strangers(f"transfers at {ip}")
-            self._strangers.monitor(self._socket)
+            self._rejected = RejectedConnections(f"transfers at {ip}")
+            self._rejected.monitor(self._socket)
             self._socket.bind(f"tcp://{Address(ip, port)}" if port else f"tcp://{Address(ip, 0)}".replace(":0", ":*"))
         except zmq.ZMQError as error:
             self._network.close()
@@ -203,8 +202,8 @@ class PageSender:
                 self._close(peer, fetch, "late")
             else:
                 self._send(peer, Alive(fetch))
-        self._strangers.update()
-        self.stats.strangers = self._strangers.count
+        self._rejected.update()
+        self.stats.strangers = self._rejected.count
 
     def _receive(self) -> None:
         for _ in range(_MAX_MESSAGES):
@@ -217,7 +216,7 @@ class PageSender:
                     raise ValueError(f"a message of {len(frames)} frames")
                 self._handle(peer, decode(frames[0], TO_SENDER))
             except ValueError as error:
-                self._strangers.add(shorten(str(error)))
+                self._rejected.add(shorten(str(error)))
             except Exception:
                 _LOG.exception("longctx: a message of a transfer could not be handled")
 

@@ -12,8 +12,7 @@ import jaxlib
 
 import longctx
 from longctx import extras
-from longctx.serving.distributed.cluster_env import ClusterEnv, detect
-from longctx.serving.distributed.group_secret import find_group_secret
+from longctx.serving.distributed.environment import ClusterEnv, detect, find_group_secret
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.validation import check_integer, check_real
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from longctx.serving.distributed.control import Control, ControlServer, Received
-from longctx.serving.distributed.relay import Relay
+from longctx.serving.distributed.connections import Control, ControlServer, Received, Relay
 
 EXIT_STATUS = 70
 """Exit status of a process that ends because another one is gone, or can't go on with it."""
@@ -158,7 +157,7 @@ class Watchdog:
 
     def _check_peers(self) -> None:
         if isinstance(self._control, ControlServer):
-            self._control.strangers.update()
+            self._control.rejected.update()
         for routing_id, peer in list(self._present.items()):
             if self._control.is_lost(routing_id):
                 self._receive()  # a message that it sent before its connection broke may give the cause
@@ -176,7 +175,7 @@ class Watchdog:
             if message.peer in self._present:
                 self._handle(self._present[message.peer], message)
             elif isinstance(self._control, ControlServer):
-                self._control.strangers.add()
+                self._control.rejected.add()
                 if time.monotonic() > self._next_refusal:  # not all of them: answers that nobody reads would pile up
                     self._next_refusal = time.monotonic() + _SECONDS_BETWEEN_CHECKS
                     self._control.send(message.peer, "refused", "all processes have come already")

@@ -13,7 +13,7 @@ from longctx.models.params import Params
 from longctx.parallel.mesh import AXES, make_mesh
 from longctx.parallel.topology import Topology, find_topology
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.config_check import check_config
+from longctx.serving.distributed.lockstep import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
