@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from longctx.serving.distributed.network import Address, Key, Network
+from longctx.serving.distributed.network import Address, Key, Network, RejectedConnections
 
 _MAX_MESSAGE_BYTES = 1 << 24
 _MAX_MESSAGES = 100  # that one call of `receive` takes: strangers may send without pause

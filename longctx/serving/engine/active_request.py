@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -37,6 +38,8 @@ class ActiveRequest:
       prepared, arrival, handoff, sources: see `Engine.submit`.
       deliver: is called with each of its events, under the engine's lock.
       request_id: unique; the registry chooses one if the request has none.
+      available: leading tokens of its prompt that can be loaded; None: they are looked up when it enters.
+      resumed: when its handoff was taken up; None: when it enters.
       has_begun: whether it may enter the core with the next step; pages may have to come first.
       sequences: once it has entered the core.
       outputs: of the completions that have ended, by index.
@@ -54,6 +57,8 @@ class ActiveRequest:
     moved: set[int] | None = None
     migration: MigratingRequest | None = None
     request_id: str = ""
+    available: int | None = None
+    resumed: float | None = None
     has_begun: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -150,9 +155,9 @@ class ActiveRequests(dict[str, ActiveRequest]):
         input_processor: InputProcessor,
         maker: SequenceMaker,
         executor: Executor,
-        look_up: Callable[[list[Sequence]], object],
-        note: Callable[[RequestUpdate, List[Sequence]], object],
-        clock: Callable[[], float],
+        look_up: Callable[[list[Sequence]], object] = lambda sequences: None,
+        note: Callable[[RequestUpdate, List[Sequence]], object] = lambda update, sequences: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._input_processor, self._maker, self._executor = core, input_processor, maker, executor
         self._look_up, self._note, self._clock = look_up, note, clock
@@ -204,8 +209,12 @@ class ActiveRequests(dict[str, ActiveRequest]):
         prepared, request_id, handoff = request.prepared, request.request_id, request.handoff
         seed = None if handoff is None else handoff.seed
         request.sequences = sequences = self._maker.make(prepared, request_id, request.arrival, seed)
-        self._look_up(sequences)
-        available, now = sequences[0].available, self._clock()
+        if request.available is None:
+            self._look_up(sequences)
+        else:
+            for sequence in sequences:
+                sequence.available = request.available
+        available, now = sequences[0].available, self._clock() if request.resumed is None else request.resumed
         arrival = Arrival(prepared.request, request_id, request.arrival, available, handoff, now, prepared.tokens)
         self._note(arrival, sequences)
         if handoff is None:
@@ -213,6 +222,22 @@ class ActiveRequests(dict[str, ActiveRequest]):
         else:
             self._executor.sources.update(request.sources)
             self.deliver(self._core.resume(sequences, handoff, now))
+
+    def repeat(
+        self,
+        prepared: PreparedRequest,
+        request_id: str,
+        arrival: float,
+        available: int = 0,
+        handoff: Handoff | None = None,
+        resumed: float = 0.0,
+    ) -> ActiveRequest:
+        """Let a request enter as it has entered another core, see `Arrival`."""
+        request = ActiveRequest(prepared, arrival, lambda _, event: None, handoff, has_begun=True)
+        request.request_id, request.available, request.resumed = request_id, available, resumed
+        self[request_id] = request
+        self.enter(request)
+        return request
 
     def begin_own(self, request: Request) -> ActiveRequest:
         """Let a request of the engine's own enter."""

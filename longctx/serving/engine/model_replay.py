@@ -12,10 +12,10 @@ from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release
+from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.steps import OrderedCore
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -38,7 +38,7 @@ from longctx.serving.recording.records import (
 )
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.sequence import Sequence, State, completion_of
+from longctx.serving.scheduler.sequence import State, completion_of
 
 
 class Mismatch(NamedTuple):
@@ -75,7 +75,7 @@ class ModelReplay:
             raise ValueError("the recorded engine had a custom policy or predictor, which a log does not hold")
         self._log, config, plan = log, header.config, header.plan
         mesh = mesh or make_mesh()
-        core, self._input_processor, self._sequence_maker = build_core(
+        self._core, self._input_processor, maker = build_core(
             model.config,
             config,
             plan,
@@ -87,8 +87,8 @@ class ModelReplay:
             header.element_bytes,
         )
         self._executor = DeviceExecutor.on_mesh(model, params, config, plan, mesh, header.num_pages, header.max_length)
-        queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
-        self._core = OrderedCore(core, queue, self._make, [self])
+        self._queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
+        self._requests = ActiveRequests(self._core, self._input_processor, maker, self._executor)
         self._decisions = DecisionDigest()
 
     def compile(self, progress: Progress) -> None:
@@ -105,7 +105,8 @@ class ModelReplay:
         for record in self._log.records():
             match record:
                 case Arrived(content=Content() as content):
-                    self._core.apply(Arrival(request_of(content, record.request_id), record.request_id, record.now))
+                    prepared = self._input_processor.prepare(request_of(content, record.request_id))
+                    self._requests.repeat(prepared, record.request_id, record.now)
                 case Snapshot():
                     raise ValueError(
                         f"{self._log.directory} lacks its beginning: the cache's contents then are not known. Another "
@@ -117,13 +118,13 @@ class ModelReplay:
                         "them. Another plan, such as --stage, can be replayed"
                     )
                 case Cancelled():
-                    self._core.apply(Cancel(record.request_id, record.lease))
+                    self._requests.leave(self._requests[record.request_id], record.lease)
                 case Released():
-                    self._core.apply(Release(record.lease_id))
+                    self._core.leases.release(record.lease_id)
                 case Forgotten():
-                    self._core.apply(Forget(split_keys(record.keys)))
+                    self._core.forget(split_keys(record.keys))
                 case Cleared():
-                    self._core.core.pool.clear()
+                    self._core.pool.clear()
                 case Step():
                     mismatch = self._step(steps, record)
                     if mismatch is not None:
@@ -132,21 +133,18 @@ class ModelReplay:
         return steps, None
 
     def _step(self, number: int, record: Step) -> Mismatch | None:
-        step, ended = self._core.step(record.now), record.ended
+        step, ended = run_step(self._core, self._queue, record.now, [self]), record.ended
         if self._decisions.raw != record.digest or (step is None) != (ended is None):
             raise ValueError(f"step {number} differs on the model: the replay decided\n{self._decisions}")
         if step is None or ended is None:
             return None
         mismatch = _first_mismatch(step, ended)
         if mismatch is None:
-            self._core.end(step, ended.finished, ended.duration if ended.is_exact else None)
+            seconds = ended.duration if ended.is_exact else None
+            self._requests.deliver(self._core.end(step.batch, step.results, ended.finished, seconds))
         return mismatch
 
-    def _make(self, arrival: Arrival) -> list[Sequence]:
-        prepared = self._input_processor.prepare(arrival.request)
-        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now)
-
-    # What a core tells of its decisions.
+    # As a `DecisionLog`.
 
     def note_plan(self, batch: Batch) -> None:
         self._decisions.add_plan(batch)
