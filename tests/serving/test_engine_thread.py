@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from longctx.serving import Engine, Event, Request, SamplingParams
 from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
-from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread, Received
 
 GREEDY = SamplingParams(max_tokens=6)

@@ -34,13 +34,13 @@ from zmq.utils.monitor import recv_monitor_message
 from longctx.serving.distributed.network import Address, Key, Network, RejectedConnections
 
 _MAX_MESSAGE_BYTES = 1 << 24
-_MAX_MESSAGES = 100  # that one call of `receive` takes: strangers may send without pause
+_MAX_MESSAGES = 100  # that one call of `receive` takes: others may send without pause
 PROCESS_0 = b""
-"""What other processes call process 0, in place of a routing id."""
+"""Name of process 0 in other processes, in place of a routing id."""
 
 
 class Received(NamedTuple):
-    """A message; `peer` is its sender's routing id."""
+    """Control message; `peer` is its sender's routing id."""
 
     peer: bytes
     kind: str
@@ -49,7 +49,7 @@ class Received(NamedTuple):
 
 
 class ControlServer:
-    """The end of process 0.
+    """Control connections of process 0.
 
     Attributes:
       address: where it listens.
@@ -96,7 +96,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """The end of another process.
+    """Control connection of another process.
 
     Attributes:
       address: where process 0 listens.
@@ -144,7 +144,7 @@ def _encode(kind: str, value: Any, data: bytes) -> list[bytes]:
 
 
 def decode(parts: list[bytes]) -> tuple[str, Any, bytes]:
-    """Read a message that anybody may have sent.
+    """Read an untrusted message.
 
     Raises:
       ValueError: it is none of ours.
@@ -165,14 +165,14 @@ Control = ControlServer | ControlClient
 
 
 class Message(NamedTuple):
-    """A message of plain data; large arrays travel as raw bytes in `frames`."""
+    """Step message of plain data; large arrays travel as raw bytes in `frames`."""
 
     header: dict[str, Any]
     frames: list[bytes]
 
 
 class Sender:
-    """The end of process 0. Receivers subscribe, see `wait_for`; they don't get what was sent before that."""
+    """Sender of step messages in process 0. Receivers that subscribe, see `wait_for`, get what is sent from then on."""
 
     def __init__(self, network: Network, key: Key, ports: tuple[int, int]) -> None:
         self.socket = network.serve(zmq.XPUB, key)
@@ -202,7 +202,7 @@ class Sender:
 
 
 class Receiver:
-    """The end of another process."""
+    """Receiver of step messages in another process."""
 
     def __init__(self, network: Network, key: Key, port: int, process: int) -> None:
         self._socket = network.connect(zmq.SUB, key)
@@ -236,7 +236,7 @@ Send = Callable[[bytes, int, bytes], None]
 
 
 class Relay:
-    """One process's end.
+    """One process's end of the relay.
 
     Args:
       is_first: process 0 has the service, and connects to it; the others listen in its place.
@@ -351,7 +351,7 @@ class Relay:
 
 
 class _Connection:
-    """A connection to JAX in this process; `end` is None until its service has started."""
+    """Connection to JAX in this process; `end` is None until its service has started."""
 
     def __init__(self) -> None:
         self.end: socket.socket | None = None

@@ -1,4 +1,4 @@
-"""Keeps the engines of many processes in lockstep: what process 0 sends, and how diverging decisions are noticed.
+"""Lockstep of the engines of many processes: orders of process 0, and detection of diverging decisions.
 
 Every process runs the same scheduler on the same inputs: requests, cancels, the time at which a step is planned, and
 how long the step before took. Process 0 sends these before the step that depends on them. Decisions may depend on
@@ -279,5 +279,5 @@ def check_config(
 
 
 def _probes(config: EngineConfig) -> list[Work]:
-    """Steps on which predictors are compared: one of each number of rows, with and without context."""
+    """Return steps on which predictors are compared: one of each number of rows, with and without context."""
     return [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets that encrypt all they send, and that only processes with the same key can connect.
+"""ZeroMQ sockets that encrypt all they send, and to which only processes with the same key can connect.
 
 A key is one CURVE key pair (Curve25519): who knows its secret half also knows its public half, which never travels in
 the clear. A client can't begin a handshake without the server's public key, and the server admits only clients with
@@ -72,7 +72,7 @@ def read_key(text: str) -> Key:
 
 
 def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> Key:
-    """Derive the key of a group from its secret; without one everybody can, which then is on the same machine.
+    """Derive the key of a group from its secret; without one it is public, and all are on the same machine.
 
     `purpose`, of up to 16 bytes, keeps apart what is used for different things but has the same secret.
     """
@@ -82,7 +82,7 @@ def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> K
 
 
 class Network:
-    """The sockets of one process.
+    """Sockets of one process.
 
     Args:
       ip: process 0's sockets are bound to this address only, and the others' connect it.
@@ -98,7 +98,7 @@ class Network:
         self._sockets: list[Socket] = []  # the context itself would forget them
 
     def serve(self, kind: int, key: Key | None) -> Socket:
-        """Make a socket to which holders of a key may connect; None: everybody, and nothing is encrypted."""
+        """Make a socket to which holders of a key may connect; None: any process, and nothing is encrypted."""
         if key is None:
             return self._socket(kind)
         if self._authenticator is None:
@@ -212,7 +212,7 @@ class RejectedConnections:
 
 
 class _HandshakeMonitor:
-    """Compares the numbers of accepted connections and of complete handshakes whenever a connection closes."""
+    """Comparison of the numbers of accepted connections and of complete handshakes whenever a connection closes."""
 
     def __init__(self, socket: Socket) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -220,7 +220,7 @@ class _HandshakeMonitor:
         self._num_open = 0  # connections whose handshake is not complete
 
     def read(self) -> int:
-        """How many strangers there were since the last call."""
+        """Count rejected connections since the last call."""
         found = 0
         while self._socket.poll(0):
             event = recv_monitor_message(self._socket)["event"]

@@ -22,7 +22,7 @@ from longctx.serving.scheduler.sequence import Sequence
 
 
 class Arrival(NamedTuple):
-    """A request that the engine has accepted.
+    """Request that the engine has accepted.
 
     Attributes:
       request: as it was submitted, or with its prompt as tokens.
@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """A request that the engine has cancelled at a time; or, with `lease`, ended for another engine, for which its
+    """Request that the engine has cancelled at a time; or, with `lease`, ended for another engine, for which its
     pages are kept under this id, see `Request.lease`."""
 
     request_id: str
@@ -52,7 +52,7 @@ class Cancel(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A lease that is no longer needed."""
+    """Lease that is no longer needed."""
 
     lease_id: str
 
@@ -78,7 +78,7 @@ class Evict(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where each process fetches its part of the pages of a lease, as the first one's transfers say it to the others'.
+    """Place from which each process fetches its part of the pages of a lease, as the first one's transfers say.
 
     `place` is plain data; None: nowhere else, the first process has what it will get.
     """
@@ -156,13 +156,13 @@ _REQUEST_FIELDS = [x.name for x in dataclasses.fields(Request) if x.name not in 
 
 
 def request_to_fields(request: Request) -> dict[str, Any]:
-    """A request as plain data, but for its prompt and its id."""
+    """Encode a request as plain data, but for its prompt and its id."""
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     return fields | {"sampling": dataclasses.asdict(request.sampling)}
 
 
 def request_from_fields(fields: dict[str, Any], tokens: bytes, request_id: str) -> Request:
-    """The request of such fields; its prompt is `tokens`, int32 `[T]`, little-endian.
+    """Decode a request; its prompt is `tokens`, int32 `[T]`, little-endian.
 
     Raises:
       KeyError, TypeError, ValueError: they are no request's.
@@ -173,7 +173,7 @@ def request_from_fields(fields: dict[str, Any], tokens: bytes, request_id: str) 
 
 
 def encode_update(update: RequestUpdate) -> tuple[dict[str, Any], list[bytes]]:
-    """An update as plain data, and the bytes that travel beside it: the tokens of an arrival."""
+    """Encode an update as plain data, and the bytes that travel beside it: the tokens of an arrival."""
     match update:
         case Arrival(request, request_id, now, available, handoff, resumed, tokens):
             fields = request_to_fields(request) | {"id": request_id, "now": now, "available": available}
@@ -197,7 +197,7 @@ def encode_update(update: RequestUpdate) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def decode_update(fields: dict[str, Any], tokens: Iterator[bytes]) -> RequestUpdate:
-    """The update of such data; an arrival takes the next of `tokens`."""
+    """Decode an update; an arrival takes the next of `tokens`."""
     match fields:
         case {"sampling": _, "id": request_id, "now": now, "available": available}:
             request = request_from_fields(fields, next(tokens), request_id)

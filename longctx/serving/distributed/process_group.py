@@ -71,7 +71,7 @@ class ProcessGroup:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.host_names)
 
     @property

@@ -1,4 +1,4 @@
-"""How processes meet: all others ask process 0 to join, and when all have come it welcomes them together.
+"""Rendezvous of the processes of a group: all others ask process 0 to join, and when all have come it replies.
 
 Process 0 refuses a request that does not fit, and goes on waiting for those that do. Either side notices within the
 failure timeout that the other is gone, unless it starts again.
@@ -28,7 +28,7 @@ ANY_PORT = (49152, 65535)
 
 
 class JoinRequest(NamedTuple):
-    """A request to join."""
+    """Request of a process to join."""
 
     process: int
     host_name: str
@@ -43,7 +43,7 @@ class JoinRequest(NamedTuple):
         return f"process {self.process} ({shown(self.host_name)})"
 
     def differences(self, traits: dict[str, Any]) -> list[str]:
-        """How the traits differ from those of process 0."""
+        """List how the traits differ from those of process 0."""
         return [
             f"{shown(key)} {shown(self.traits.get(key))}, and process 0 has {traits.get(key)}"
             for key in sorted({*traits, *self.traits})
@@ -52,7 +52,7 @@ class JoinRequest(NamedTuple):
 
 
 def read_join_request(value: Any) -> JoinRequest:
-    """Read a request that anybody may have sent.
+    """Read an untrusted request.
 
     Raises:
       ValueError: it is none.
@@ -94,7 +94,7 @@ def read_join_reply(value: Any) -> JoinReply:
 
 
 def shown(value: Any) -> str:
-    """Text on one line, and not a long one."""
+    """Format untrusted text on one short line."""
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
@@ -162,14 +162,14 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
 
 
 class _Joiner(NamedTuple):
-    """A process that waits for the others; `peer` is its routing id."""
+    """Process that waits for the others; `peer` is its routing id."""
 
     peer: bytes
     request: JoinRequest
 
 
 class RendezvousServer:
-    """Where process 0 waits for the others.
+    """End of process 0, which waits for the others.
 
     Attributes:
       others: the ids of all other processes.

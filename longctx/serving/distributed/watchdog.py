@@ -1,4 +1,4 @@
-"""`Watchdog`: uses the control connections while an engine runs, and ends all processes when one of them is gone.
+"""`Watchdog`: user of the control connections while an engine runs; it ends all processes when one of them is gone.
 
 ZeroMQ sends heartbeats in C++ threads, which neither a compilation nor Python's lock delays. When a process dies or is
 stopped (SIGSTOP), its heartbeats end and its connection breaks. A process that notices this prints the cause on
@@ -48,7 +48,7 @@ class _Outgoing(NamedTuple):
 
 
 class Watchdog:
-    """Sends and receives in a thread of its own, and ends the process when a peer is gone or a step makes no progress.
+    """Thread that sends and receives, and ends the process when a peer is gone or a step makes no progress.
 
     Args:
       me: name of this process in messages.
@@ -176,7 +176,7 @@ class Watchdog:
                 self._handle(self._present[message.peer], message)
             elif isinstance(self._control, ControlServer):
                 self._control.rejected.add()
-                if time.monotonic() > self._next_refusal:  # not all of them: answers that nobody reads would pile up
+                if time.monotonic() > self._next_refusal:  # not all of them: unread answers would pile up
                     self._next_refusal = time.monotonic() + _SECONDS_BETWEEN_CHECKS
                     self._control.send(message.peer, "refused", "all processes have come already")
 

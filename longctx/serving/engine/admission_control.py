@@ -1,4 +1,4 @@
-"""`AdmissionControl`: refuses requests that would wait too long, before any work is done for them.
+"""`AdmissionControl`: refusal of requests that would wait too long, and `TtftEstimator`, which predicts the wait.
 
 It counts a request once, when it comes, until it is admitted: so a burst that arrives within one step is bounded too,
 and a storm of retries of what was refused changes nothing.
@@ -26,17 +26,17 @@ Reason = Literal["queue", "tokens", "deadline", "draining"]
 _COUNT_AGAIN = 0.01  # seconds
 _RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
 _HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
-_REST = 10  # looking ahead takes at most one part in so many of the time
+_REST = 10  # looking ahead takes at most a tenth of the time
 _BRIEFLY = 0.02  # seconds of looking for a request without one, which a server's event loop may wait for
 _FRESH = 0.25  # seconds after which a copy of the scheduler is made anew
 _COPY_REST = 50  # or, where a thousand wait, as many times as long as a copy takes
 _USABLE = 30.0  # seconds after which a copy is of no use, as where a step or a compilation takes long
-_WANTED = 2.0  # seconds for which copies are made after somebody wanted one
+_WANTED = 2.0  # seconds for which copies are made after one was wanted
 _LENGTHS = 256  # completions by whose lengths those of others are estimated
 
 
 class Refused(RuntimeError):
-    """A request was not let in; it may be later.
+    """Error of a request that was not admitted; it may be later.
 
     Attributes:
       reason: `"queue"` (too many requests wait), `"tokens"` (too many tokens wait), `"deadline"` (its TTFT deadline
@@ -68,11 +68,11 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """What may wait to be admitted.
+    """Limits of what may wait to be admitted.
 
     Attributes:
-      max_waiting: sequences; one request with more completions than that may wait if nobody else does.
-      max_waiting_tokens: tokens of their prompts; one longer prompt may wait if nobody else does. None: any number.
+      max_waiting: sequences; one request with more completions than that may wait if no other does.
+      max_waiting_tokens: tokens of their prompts; one longer prompt may wait if no other does. None: any number.
       heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
 
     Raises:
@@ -114,7 +114,7 @@ class _Waiting:
 
 
 class AdmissionControl:
-    """Admits or refuses requests. Any thread may call any method.
+    """Admission of requests to an engine's queue. Any thread may call any method.
 
     Args:
       engine: whose requests it admits.
@@ -216,17 +216,17 @@ class AdmissionControl:
         return True
 
     def _requests(self) -> dict[str, PreparedRequest]:
-        """Those that wait to be admitted to a slot."""
+        """Requests that wait to be admitted to a slot."""
         with self._lock:
             return {request_id: waiting.prepared for request_id, waiting in self._waiting.items()}
 
     def forget(self, request_id: str) -> None:
-        """A request waits no more, for whatever reason."""
+        """Forget a request, which waits no more."""
         with self._lock:
             self._waiting.pop(request_id, None)
 
     def note_step(self, metrics: StepMetrics) -> None:
-        """Some have been admitted to slots."""
+        """Leave out requests that a step has admitted to slots."""
         if metrics.admitted:
             with self._lock:
                 for request_id in metrics.admitted:
@@ -237,7 +237,7 @@ class AdmissionControl:
                             del self._waiting[request_id]
 
     def note_output(self, output: Output, max_tokens: int) -> None:
-        """A completion has ended: others may be expected to be as long.
+        """Note the length of a completion that has ended, which others are expected to have.
 
         Args:
           output: of the completion.
@@ -257,10 +257,10 @@ class _Copy(NamedTuple):
 
 
 class TtftEstimator:
-    """Predicts when first tokens would come. Any thread may call any method.
+    """Predictor of when first tokens would come. Any thread may call any method.
 
     It runs a copy of the scheduler, which can only be made between steps: so the engine's thread makes them, and only
-    while somebody wants them. Looking ahead takes milliseconds; under a storm of questions most are answered by the
+    while they are wanted. Looking ahead takes milliseconds; under a storm of questions most are answered by the
     last answer.
     """
 
@@ -276,7 +276,7 @@ class TtftEstimator:
     def of(
         self, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], deadline: float | None = None
     ) -> TtftEstimate | None:
-        """The estimate of a request that comes now; None: nothing is known.
+        """Estimate when the first token of a request that comes now would come; None: nothing is known.
 
         Args:
           waiting: by id, those that have been let in and not admitted to a slot; the copy may not have them yet.
@@ -305,7 +305,7 @@ class TtftEstimator:
             self._looking.release()
 
     def _by_last_answer(self, alone: float) -> TtftEstimate:
-        """What the last answer says of a prompt that takes so many seconds alone."""
+        """Estimate from the last answer for a prompt that takes `alone` seconds by itself."""
         with self._counting:
             last, wait = self._last, self._last_wait + self._since_last
         looked = wait + alone
@@ -326,13 +326,13 @@ class TtftEstimator:
                 self._copy = _Copy(scheduler, at, now + fresh, now + _USABLE)
 
     def note_entered(self, prepared: PreparedRequest) -> None:
-        """A request has been let in, and is before those that come later."""
+        """Count a request that has been admitted before those that come later."""
         alone = self._seconds_alone(prepared)
         with self._counting:
             self._since_last += alone
 
     def note_length(self, share: float) -> None:
-        """A completion has ended that had such a share of its max_tokens."""
+        """Note which share of its max_tokens a completion had that has ended."""
         self._lengths.append(share)
 
     def _look(
@@ -366,7 +366,7 @@ class TtftEstimator:
         )
 
     def _seconds_alone(self, prepared: PreparedRequest) -> float:
-        """Seconds of a prompt if nobody else were there."""
+        """Seconds of a prompt if it were the only one."""
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
         cached = scheduler.count_cached(prepared.shared_keys)
         return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)

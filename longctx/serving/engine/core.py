@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
-from longctx.serving.engine.metrics import EngineStats
+from longctx.serving.engine.metrics import EngineStats, Load
 from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
-from longctx.serving.kv_cache.connector import Loaded, PageFinder
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.prefix import PageHash
@@ -46,7 +46,7 @@ class Core:
 
     Args:
       scheduler: decides what a batch has.
-      page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
+      page_hash: extends the keys of sequences by the pages that they generate; None: no pages are shared.
       sessions: remembers where conversations stop.
       run_ahead: see `BatchQueue`.
 
@@ -85,7 +85,7 @@ class Core:
 
     @property
     def pool(self) -> PagePool:
-        """The pages of the cache, and who holds them."""
+        """The pages of the cache, and their holders."""
         return self.scheduler.pool
 
     def look_up(self, sequences: list[Sequence], store: PageFinder) -> None:
@@ -195,7 +195,7 @@ class Core:
         return [self._finish(sequence, "", None, "moved", self.now)]
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
-        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
+        """End a load (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
         sequence = self.scheduler.end_load(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
@@ -207,7 +207,7 @@ class Core:
         return sequence
 
     def with_followers(self, keys: list[Key]) -> list[Key]:
-        """All pages of these keys, and those known here that come after them in any sequence."""
+        """Return these keys, and those known here of pages that come after them in any sequence."""
         stores = self.scheduler.stores
         return keys if stores is None else stores.with_followers(keys)
 
@@ -251,7 +251,7 @@ class Core:
           batch: what `begin` returned.
           results: what the executor has of it.
           now: seconds of the driver's clock.
-          seconds: that its step took; None: nobody knows.
+          seconds: that its step took; None: unknown.
 
         Returns:
           What it brought each sequence.
@@ -285,7 +285,7 @@ class Core:
         return events
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """The last event of a sequence when a step has failed; nothing else can be done with it.
+        """Make the last event of a sequence when a step has failed; nothing else can be done with it.
 
         Args:
           sequence: that was in the step.
@@ -302,7 +302,7 @@ class Core:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether somebody waits for memory."""
+        """Whether a sequence waits for memory."""
         running = self.scheduler.running
         return self._is_blocked or bool(self.scheduler.waiting and not len(running))
 
@@ -312,7 +312,7 @@ class Core:
         return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
 
     def stats(self) -> EngineStats:
-        """The counts since the core was made, and what it holds now."""
+        """Return the counts since the core was made, and what it holds now."""
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             steps=scheduler.num_steps,
@@ -324,6 +324,29 @@ class Core:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             idle_stage_steps=self.in_flight.num_idle,
+        )
+
+    def load(self, stats: EngineStats, now: float) -> Load:
+        """Measure what there is to do, at a time of the driver's clock."""
+        waiting, running, pool = tuple(self.scheduler.waiting), self.scheduler.running, self.pool
+        prompts, decoding = (*waiting, *running.prefilling), tuple(running.decoding)
+        return Load(
+            time=now,
+            running=len(running),
+            waiting=len(waiting),
+            waiting_tokens=sum(sequence.length - sequence.prefix_hit_tokens for sequence in waiting),
+            # Pages of other engines are not computed here.
+            backlog_seconds=sum(
+                sequence.prefill_remaining
+                for sequence in prompts
+                if sequence.source == TIERS or sequence.available <= sequence.computed
+            ),
+            num_pages=pool.num_pages,
+            free_pages=pool.num_available,
+            pages_by_rank=tuple(map(pool.held_on, range(pool.num_ranks))),
+            stats=stats,
+            decoding=len(decoding),
+            decode_tokens=sum(sequence.computed for sequence in decoding),
         )
 
     def _fills_page(self, completion: Completion) -> bool:

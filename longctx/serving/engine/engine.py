@@ -41,7 +41,7 @@ from longctx.serving.scheduler.sequence import Sequence
 
 
 class Engine:
-    r"""Serves a model, on one device or many. Any thread may call any method.
+    r"""Engine that serves a model, on one device or many. Any thread may call any method.
 
     A thread that waits for tokens runs steps, one thread at a time. Calls of others take effect when the step has
     ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may be
@@ -225,7 +225,7 @@ class Engine:
             self._warm_up(progress)
 
     def follow(self, sources: LocatedSources | None = None) -> None:
-        """Do what the first process's engine does, until its process group is closed there.
+        """Repeat what the first process's engine does, until its process group is closed there.
 
         Args:
           sources: where this process fetches its part of pages that other engines have; None: nowhere.
@@ -244,7 +244,7 @@ class Engine:
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
-        """The executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
+        """Lend the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
 
         Raises:
           RuntimeError: requests have not ended, or other processes take part.
@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """Where the memory of an accelerator goes, also as text; of the largest programs, until all are compiled.
+        """Use of an accelerator's memory, also as text; of the largest programs, until all are compiled.
 
         None: the engine runs on CPUs, or the memory is not known.
         """

@@ -1,4 +1,4 @@
-"""Checks, tokenises and hashes requests, and makes sequences of them."""
+"""`InputProcessor` checks, tokenises and hashes requests; `SequenceMaker` makes sequences of them."""
 
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class InputProcessor:
-    """Prepares requests for an engine. It has no state, so it may do that in any thread, or in another process.
+    """Preparation of requests for an engine. It has no state, so any thread or process may do it.
 
     Args:
       model: its vocabulary is what token ids are checked against.
@@ -137,7 +137,7 @@ class InputProcessor:
 
 
 class SequenceMaker:
-    """Makes the sequences of prepared requests, in the order of arrival: an engine has one.
+    """Factory of the sequences of prepared requests, in the order of arrival: an engine has one.
 
     Args:
       sessions: where conversations stopped.
@@ -158,14 +158,14 @@ class SequenceMaker:
         self._count = 0
 
     def next_order(self) -> int:
-        """The number of a sequence that somebody else makes."""
+        """Take the number of a sequence that is made elsewhere."""
         self._count += 1
         return self._count - 1
 
     def make(
         self, prepared: PreparedRequest, request_id: str, arrival: float, seed: int | None = None
     ) -> list[Sequence]:
-        """A sequence for each of the request's n completions; `seed`: what another engine drew for it."""
+        """Make a sequence for each of the request's n completions; `seed`: drawn by another engine for it."""
         request, tokens, keys, _ = prepared
         params = request.sampling
         if seed is None:

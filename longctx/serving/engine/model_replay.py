@@ -1,4 +1,4 @@
-"""Replays a log on the model that it was recorded of, to compare tokens: step by step, or on another plan."""
+"""Replay of a log on the model that it was recorded of, to compare tokens: step by step, or on another plan."""
 
 import dataclasses
 import time
@@ -61,7 +61,7 @@ class Mismatch(NamedTuple):
 
 
 class ModelReplay:
-    """Runs the recorded batches on the device: the same rows in the same steps, so that tokens are the same bit by bit.
+    """Replay of the recorded batches on the device: the same rows in the same steps, so tokens are bitwise equal.
 
     Raises:
       ValueError: the engine had a custom policy or predictor, which a log does not hold.
@@ -96,7 +96,7 @@ class ModelReplay:
         self._executor.compile(progress)
 
     def run(self) -> tuple[int, Mismatch | None]:
-        """Replay all steps, until a token differs; how many steps that were, and the difference.
+        """Replay all steps, until a token differs; returns how many steps that were, and the difference.
 
         Raises:
           ValueError: a decision differs, or the log is damaged.
@@ -177,7 +177,7 @@ def replay_on_plan(
     mesh: Mesh | None,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, list[Mismatch]]:
-    """Serve the same requests on any plan; how many completions were compared, and the first mismatch of each."""
+    """Serve the same requests on any plan; returns how many completions were compared, and their first mismatches."""
     config = header.config
     pages = -(-header.num_pages * header.plan.context // plan.context)
     engine = Engine(

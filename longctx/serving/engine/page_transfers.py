@@ -78,7 +78,7 @@ class PageTransfers:
 
     @property
     def moved(self) -> MoverStats | None:
-        """What was moved from and to this process's devices; None where nothing can be."""
+        """Counts of pages moved from and to this process's devices; None where none can be moved."""
         mover = getattr(self._executor, "mover", None)  # executors without devices have none
         return None if mover is None else mover.stats
 
@@ -177,7 +177,7 @@ class PageTransfers:
     # From any thread.
 
     def lease(self, lease_id: str) -> LeasedPages:
-        """The pages of a lease, as far as they are there. Asking keeps it alive.
+        """Return the pages of a lease, as far as they are there. Asking keeps it alive.
 
         Raises:
           LeaseGone: it is unknown, or has ended.
@@ -272,7 +272,7 @@ class PageTransfers:
 
 
 class _LaterRead:
-    """A read that begins between steps."""
+    """Read that begins between steps."""
 
     def __init__(self) -> None:
         self.begun: Future[Any] = Future()

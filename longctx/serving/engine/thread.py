@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from longctx.serving.engine.active_request import ActiveRequest, MigratedRequest, MigratingRequest, Sink
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.load import Load, StepReport
-from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.engine.metrics import Load, StepMetrics, StepReport
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
@@ -39,7 +38,7 @@ class Staged(Protocol):
 
 
 class Received(NamedTuple):
-    """What another engine has computed of a request, and where its pages come from, by lease.
+    """State of a request that another engine has computed, and where its pages come from, by lease.
 
     Attributes:
       handoff: None: nothing but pages of its prompt.
@@ -62,7 +61,7 @@ _NOTHING = Received(None, {})
 
 
 class EngineThread:
-    """Runs an engine's steps while requests have not ended, and sleeps otherwise; a context manager.
+    """Thread that runs an engine's steps while requests have not ended, and sleeps otherwise; a context manager.
 
     Any thread may call any method. None waits for a device.
 
@@ -402,7 +401,7 @@ class EngineThread:
         _call_all(self.on_step, StepReport(metrics, self.load))
 
     def _look(self) -> Load:
-        return Load.of(self.engine.core, self.engine.stats(), self.engine.now())
+        return self.engine.core.load(self.engine.stats(), self.engine.now())
 
     def _check_running(self) -> None:
         if self.failure.done():

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from longctx.serving.engine.load import Load, StepReport
+from longctx.serving.engine.metrics import Load, StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
