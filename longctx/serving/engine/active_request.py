@@ -23,7 +23,7 @@ from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Request
-from longctx.serving.scheduler.sequence import Sequence, State
+from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.serving.validation import check_real
 
 Sink = Callable[[list[Event]], object]
@@ -40,6 +40,7 @@ class ActiveRequest:
       request_id: unique; the registry chooses one if the request has none.
       available: leading tokens of its prompt that can be loaded; None: they are looked up when it enters.
       resumed: when its handoff was taken up; None: when it enters.
+      is_admitted: whether it counts as waiting until it has slots, see `AdmissionControl`.
       has_begun: whether it may enter the core with the next step; pages may have to come first.
       sequences: once it has entered the core.
       outputs: of the completions that have ended, by index.
@@ -60,6 +61,7 @@ class ActiveRequest:
     available: int | None = None
     resumed: float | None = None
     has_begun: bool = False
+    is_admitted: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
 
@@ -84,10 +86,12 @@ class ActiveRequest:
 
     @property
     def num_waiting(self) -> int:
-        """Its sequences that wait for a slot."""
+        """Its sequences that have not got a slot yet; those that are preempted later do not count."""
         if not self.sequences:
             return self.num_completions
-        return sum(sequence.state is State.WAITING for sequence in self.sequences)
+        if all(completion_of(sequence).metrics.admitted is not None for sequence in self.sequences):
+            return 0
+        return sum(completion_of(self.sequences[index]).metrics.admitted is None for index in self.open)
 
     def add(self, event: Event) -> None:
         """Pass an event on, and keep its output."""

@@ -1,7 +1,7 @@
 """`AdmissionControl`: refusal of requests that would wait too long, and `TtftEstimator`, which predicts the wait.
 
-It counts a request once, when it comes, until it is admitted: so a burst that arrives within one step is bounded too,
-and a storm of retries of what was refused changes nothing.
+A request counts from when it is admitted until it gets a slot: so a burst that arrives within one step is bounded too,
+and a storm of retries of refused requests changes nothing.
 """
 
 import math
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from longctx.serving.engine.active_request import ActiveRequest
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.look_ahead import TtftEstimate, copy_scheduler, look_ahead
@@ -46,15 +46,16 @@ class Refused(RuntimeError):
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Refused, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread
+      >>> from longctx.serving import Refused, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-      >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
-      >>> control.admit("a", engine.prepare(Request([1, 2, 3])))
+      >>> thread = EngineThread(engine, AdmissionControl(engine, AdmissionLimits(max_waiting=1)))  # not started
+      >>> _ = thread.submit(engine.prepare(Request([1, 2, 3])), print)
       >>> try:
-      ...     control.admit("b", engine.prepare(Request([1, 2, 3])))
+      ...     _ = thread.submit(engine.prepare(Request([1, 2, 3])), print)
       ... except Refused as refused:
       ...     print(refused.reason, refused.retry_after)  # what a server answers as 429 with Retry-After
       queue 11.894137378133333
@@ -80,15 +81,15 @@ class AdmissionLimits:
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
-      >>> control = AdmissionControl(engine, limits)
-      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
-      >>> control.num_waiting
+      >>> thread = EngineThread(engine, AdmissionControl(engine, limits))  # not started
+      >>> _ = thread.submit(engine.prepare(Request([1] * 3000)), print)
+      >>> thread.control.num_waiting
       1
     """
 
@@ -103,16 +104,6 @@ class AdmissionLimits:
         check_bool("heeds_deadlines", self.heeds_deadlines)
 
 
-@dataclass
-class _Waiting:
-    prepared: PreparedRequest
-    sequences: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prepared.tokens)
-
-
 class AdmissionControl:
     """Admission of requests to an engine's queue. Any thread may call any method.
 
@@ -125,17 +116,17 @@ class AdmissionControl:
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
-      >>> prepared = engine.prepare(Request([1, 2, 3]))
-      >>> control.admit("a", prepared)
+      >>> thread, prepared = EngineThread(engine, control), engine.prepare(Request([1, 2, 3]))  # not started
+      >>> _ = thread.submit(prepared, print)
       >>> control.num_waiting
       1
-      >>> control.admit("b", prepared)  # doctest: +ELLIPSIS
+      >>> thread.submit(prepared, print)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
           ...
       longctx.serving.engine.admission_control.Refused: the queue is full, which has room for 1 requests: ...
@@ -144,97 +135,69 @@ class AdmissionControl:
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.estimator = TtftEstimator(engine)
-        self._engine, self._counted_again = engine, 0.0
-        self._waiting: dict[str, _Waiting] = {}
-        self._lock = threading.Lock()
+        self._engine, self._lock = engine, threading.Lock()
+        self._sequences = self._tokens = 0  # that wait, at most: some may have got slots since they were counted
+        self._counted, self._may_be_fewer = 0.0, False
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have been let in and not been admitted to a slot."""
-        with self._lock:
-            return sum(waiting.sequences for waiting in self._waiting.values())
+        """Sequences of admitted requests that have not got a slot yet."""
+        return sum(request.num_waiting for request in self._waiting())
 
-    def admit(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Let a request wait.
-
-        Args:
-          request_id: unique among those that wait.
-          prepared: what `Engine.prepare` made of it.
+    def admit(self, request: ActiveRequest) -> None:
+        """Let a request wait for a slot, which the engine's registry has already.
 
         Raises:
-          Refused: see there.
+          Refused: it would wait too long.
         """
-        deadline = prepared.request.ttft_deadline
+        prepared, deadline = request.prepared, request.prepared.request.ttft_deadline
         if deadline is not None and self.limits.heeds_deadlines:
-            estimate = self.estimator.of(prepared, self._requests(), deadline)
+            estimate = self.estimator.of(prepared, self._prompts(), deadline)
             if estimate is not None and estimate.is_after(deadline):
                 message = f"the first token is due in {deadline:g} s, and would come {estimate}"
                 raise Refused(message, "deadline", estimate.looked - deadline, estimate)
-        reason, limit = self._try_to_enter(request_id, prepared)
-        if reason is not None:
-            unit = "requests" if reason == "queue" else "tokens of prompts"
-            estimate = self.estimator.of(prepared, self._requests())
-            when = "" if estimate is None else f": the first token would come {estimate}"
-            message = f"the queue is full, which has room for {limit} {unit}{when}"
-            raise Refused(message, reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
-
-    def _try_to_enter(self, request_id: str, prepared: PreparedRequest) -> tuple[Reason | None, int]:
-        """Count a request; or the limit that it would exceed."""
         with self._lock:
-            exceeded = self._exceeded(prepared)
-            if exceeded is not None and self._count_again():
-                exceeded = self._exceeded(prepared)
-            if exceeded is not None:
-                return exceeded
-            self._waiting[request_id] = _Waiting(prepared, prepared.request.sampling.n)
-        self.estimator.note_entered(prepared)
-        return None, 0
+            exceeded = self._exceeded(request)
+            now = time.monotonic()
+            if exceeded is not None and (self._may_be_fewer or now > self._counted + _COUNT_AGAIN):
+                self._counted, self._may_be_fewer = now, False
+                waiting = self._waiting()
+                self._sequences = sum(other.num_waiting for other in waiting)
+                self._tokens = sum(len(other.prepared.tokens) for other in waiting)
+                exceeded = self._exceeded(request)
+            if exceeded is None:
+                request.is_admitted = True
+                self._sequences += request.num_completions
+                self._tokens += len(prepared.tokens)
+        if exceeded is None:
+            self.estimator.note_entered(prepared)
+            return
+        reason, limit = exceeded
+        unit = "requests" if reason == "queue" else "tokens of prompts"
+        estimate = self.estimator.of(prepared, self._prompts())
+        when = "" if estimate is None else f": the first token would come {estimate}"
+        message = f"the queue is full, which has room for {limit} {unit}{when}"
+        raise Refused(message, reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
 
-    def _exceeded(self, prepared: PreparedRequest) -> tuple[Reason, int] | None:
-        limits, waiting = self.limits, self._waiting.values()
-        if not waiting:
-            return None
-        if sum(x.sequences for x in waiting) + prepared.request.sampling.n > limits.max_waiting:
+    def _exceeded(self, request: ActiveRequest) -> tuple[Reason, int] | None:
+        """The limit that is exceeded by one more request, and why."""
+        limits, most = self.limits, self.limits.max_waiting_tokens
+        if self._sequences and self._sequences + request.num_completions > limits.max_waiting:
             return "queue", limits.max_waiting
-        most = limits.max_waiting_tokens
-        if most is not None and sum(x.tokens for x in waiting) + len(prepared.tokens) > most:
+        if self._sequences and most is not None and self._tokens + len(request.prepared.tokens) > most:
             return "tokens", most
         return None
 
-    def _count_again(self) -> bool:
-        """Leave out, now and then, what the step that runs now has admitted; `note_step` does when it ends."""
-        now = time.monotonic()
-        if now < self._counted_again + _COUNT_AGAIN:
-            return False
-        self._counted_again = now
-        for request_id, waiting in tuple(self._waiting.items()):
-            request = self._engine.requests.get(request_id)
-            if request is not None:
-                waiting.sequences = min(waiting.sequences, request.num_waiting)
-            if not waiting.sequences:
-                del self._waiting[request_id]
-        return True
+    def _waiting(self) -> list[ActiveRequest]:
+        """Admitted requests of which a sequence has no slot yet."""
+        return [x for x in tuple(self._engine.requests.values()) if x.is_admitted and x.num_waiting]
 
-    def _requests(self) -> dict[str, PreparedRequest]:
-        """Requests that wait to be admitted to a slot."""
-        with self._lock:
-            return {request_id: waiting.prepared for request_id, waiting in self._waiting.items()}
+    def _prompts(self) -> dict[str, PreparedRequest]:
+        return {request.request_id: request.prepared for request in self._waiting()}
 
-    def forget(self, request_id: str) -> None:
-        """Forget a request, which waits no more."""
-        with self._lock:
-            self._waiting.pop(request_id, None)
-
-    def note_step(self, metrics: StepMetrics) -> None:
-        """Leave out requests that a step has admitted to slots."""
-        if metrics.admitted:
-            with self._lock:
-                for request_id in metrics.admitted:
-                    waiting = self._waiting.get(request_id)
-                    if waiting is not None:
-                        waiting.sequences -= 1
-                        if not waiting.sequences:
-                            del self._waiting[request_id]
+    def note_fewer(self) -> None:
+        """Note that requests may have got slots, or ended."""
+        self._may_be_fewer = True
 
     def note_output(self, output: Output, max_tokens: int) -> None:
         """Note the length of a completion that has ended, which others are expected to have.

@@ -158,7 +158,7 @@ class EngineThread:
     def _admit(self, request: ActiveRequest) -> None:
         if self._is_draining:
             raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
-        self.control.admit(request.request_id, request.prepared)
+        self.control.admit(request)
 
     def _begin(
         self,
@@ -179,7 +179,8 @@ class EngineThread:
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
             if self.engine.requests.drop(request):
-                self.control.forget(request.request_id)
+                if request.is_admitted:
+                    self.control.note_fewer()
                 self._count(-1)
             raise
         finally:
@@ -343,7 +344,6 @@ class EngineThread:
                 _call_all(self.on_end, event.output, request.prepared.request)
             if is_last:
                 ended.append(request)
-                self.control.forget(request.request_id)
         for request, events in by_request.items():
             self._tell(request, events)
         for request in ended:
@@ -351,6 +351,8 @@ class EngineThread:
                 self._migrate(request, request.migration)
         if by_request:
             self._flush()
+        if ended:
+            self.control.note_fewer()
             self._count(-len(ended))
 
     def _migrate(self, request: ActiveRequest, migration: MigratingRequest) -> None:
@@ -397,7 +399,8 @@ class EngineThread:
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()
-        self.control.note_step(metrics)
+        if metrics.admitted:
+            self.control.note_fewer()
         _call_all(self.on_step, StepReport(metrics, self.load))
 
     def _look(self) -> Load:
