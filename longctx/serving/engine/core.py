@@ -23,8 +23,7 @@ from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics
@@ -32,7 +31,6 @@ from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
-from longctx.serving.scheduler.slo import check_possible
 
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite): its weights are damaged, or its activations overflow"
@@ -118,7 +116,7 @@ class Core:
             cached = scheduler.count_cached(prepared.shared_keys)
             time = scheduler.forecast.time
             alone = dataclasses.replace(time, predictor=scheduler.chunker.predictor.predictor)
-            check_possible(request, cached, length, alone, scheduler.plan.stage)
+            alone.check_targets(request, cached, length, scheduler.plan.stage)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Let sequences wait, which have been checked."""
