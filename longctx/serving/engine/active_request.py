@@ -93,12 +93,6 @@ class ActiveRequest:
             return 0
         return sum(completion_of(self.sequences[index]).metrics.admitted is None for index in self.open)
 
-    def add(self, event: Event) -> None:
-        """Pass an event on, and keep its output."""
-        if event.output is not None:
-            self.outputs[event.index] = event.output
-        self.deliver(self, event)
-
 
 class MigratedRequest(NamedTuple):
     """A request that has left an engine's thread.
@@ -264,8 +258,10 @@ class ActiveRequests(dict[str, ActiveRequest]):
         """Pass events on, and forget requests that have ended with them."""
         for event in events:
             request = self[event.request_id]
-            request.add(event)
-            if not request.is_open:
+            if event.output is not None:
+                request.outputs[event.index] = event.output
+            request.deliver(request, event)
+            if event.output is not None and not request.is_open:
                 del self[event.request_id]
                 for lease, source in request.sources.items():
                     self._executor.sources.pop(lease, None)

@@ -330,7 +330,7 @@ class EngineThread:
         self.control.estimator.refresh()
 
     def _collect(self, request: ActiveRequest, event: Event) -> None:
-        self._events.append((request, event, not request.is_open))
+        self._events.append((request, event, event.output is not None and not request.is_open))
 
     def _deliver(self) -> None:
         """Give sinks the events that have come, those of a request together."""
@@ -390,7 +390,8 @@ class EngineThread:
                 metrics = Metrics(request.arrival, len(request.prepared.tokens))
                 for index in request.open:
                     output = Output(request.request_id, index, [], "", "error", metrics, error=cause)
-                    request.add(Event(request.request_id, index, (), "", (), output))
+                    request.outputs[index] = output
+                    self._collect(request, Event(request.request_id, index, (), "", (), output))
         self._deliver()
         for migration in tuple(self._migrations.values()):
             if not migration.left.done():
