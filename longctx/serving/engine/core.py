@@ -193,7 +193,7 @@ class Core:
         return [self._finish(sequence, "", None, "moved", self.now)]
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
-        """End a load (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
+        """End a load (`Batch.loads`); returns its sequence, which computes what is missing, or None if it is gone."""
         sequence = self.scheduler.end_load(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
@@ -283,7 +283,7 @@ class Core:
         return events
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """Make the last event of a sequence when a step has failed; nothing else can be done with it.
+        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
 
         Args:
           sequence: that was in the step.
@@ -325,7 +325,7 @@ class Core:
         )
 
     def load(self, stats: EngineStats, now: float) -> Load:
-        """Measure what there is to do, at a time of the driver's clock."""
+        """Return the work that there is, with these `stats`, at the time `now` of the driver's clock."""
         waiting, running, pool = tuple(self.scheduler.waiting), self.scheduler.running, self.pool
         prompts, decoding = (*waiting, *running.prefilling), tuple(running.decoding)
         return Load(

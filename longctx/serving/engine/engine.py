@@ -244,7 +244,7 @@ class Engine:
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
-        """Lend the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
+        """Return the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
 
         Raises:
           RuntimeError: requests have not ended, or other processes take part.

@@ -78,10 +78,10 @@ class InputProcessor:
         return PreparedRequest(request, tokens, keys, self.fingerprint)
 
     def check(self, prepared: PreparedRequest, handoff: Handoff | None) -> None:
-        """Check that a request was prepared for this engine, and that what another engine has computed of it may be.
+        """Check that a request, `prepared`, is for this engine, and that the `handoff` of another engine fits it.
 
         Raises:
-          ValueError: it was not, or it may not.
+          ValueError: it is not, or does not.
         """
         if prepared.prepared_for != self.fingerprint:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
