@@ -29,12 +29,12 @@ ROOMS = {
     "models": Room(("longctx/models",), 5730, 30, 4200),
     "nnx": Room(("longctx/nnx",), 1200, 8, 1200),
     "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1750, 16, 1200),
-    "engine": Room((f"{SERVING}/engine",), 4810, 29, 2600),
+    "engine": Room((f"{SERVING}/engine",), 4540, 18, 2600),
     "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4180, 29, 3300),
     "KV cache": Room((f"{SERVING}/kv_cache",), 3870, 32, 2600),
     "predictor": Room((f"{SERVING}/predictor",), 1470, 11, 900),
     "scheduler": Room((f"{SERVING}/scheduler",), 3800, 24, 2700),
-    "distributed": Room((f"{SERVING}/distributed",), 2360, 20, 1400),
+    "distributed": Room((f"{SERVING}/distributed",), 2325, 13, 1400),
     "recording": Room(
         (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2650, 23, 1500
     ),

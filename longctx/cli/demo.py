@@ -176,7 +176,7 @@ class _Conversation:
         """Share of the document that has been prefilled."""
         if self._is_read:
             return 1.0
-        done, total = self._engine.progress(self._reader)
+        done, total = self._engine.requests[self._reader].progress
         return done / total
 
     def _show(self, output: Output) -> None:

@@ -205,14 +205,14 @@ def steps(engine: Engine, request_id: str, console: Console) -> Iterator[list[Ev
     A bar on standard error shows how much of this request's prompt has been prefilled; it closes with the request's
     first event.
     """
-    done, total = engine.progress(request_id)
+    done, total = engine.requests[request_id].progress
     with console.bar(total=total, initial=done, desc="reading", unit="tok") as bar:
         is_read = False
         while not is_read:
             events = engine.step()
             is_read = any(event.request_id == request_id for event in events)
             # Plans run ahead of results, so the prompt counts as prefilled only when its first token has come.
-            read = total if is_read else min(engine.progress(request_id)[0], total - 1)
+            read = total if is_read else min(engine.requests[request_id].progress[0], total - 1)
             bar.update(read - done)
             done = read
             if is_read:

@@ -19,8 +19,7 @@ from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.page_traffic import LEASE_SECONDS
-from longctx.serving.engine.step_driver import StepDriver
+from longctx.serving.engine.page_transfers import LEASE_SECONDS
 from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
@@ -41,7 +40,7 @@ class EngineExporter:
       layout: of the engine's pages.
     """
 
-    def __init__(self, engine: StepDriver, layout: PageLayout) -> None:
+    def __init__(self, engine: Engine, layout: PageLayout) -> None:
         self._pages, self._layout, self._now = engine.pages, layout, engine.now
 
     def open(self, lease_id: str) -> Lease:

@@ -22,7 +22,7 @@ from longctx.cluster.conductor.request import Assignment, Bound, ClusterRequest,
 from longctx.cluster.router.instance_client import ProtocolError, Refused
 from longctx.cluster.router.instances import Instance, Instances
 from longctx.cluster.router.router_metrics import RouterStats
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError

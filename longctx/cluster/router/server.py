@@ -24,7 +24,7 @@ from longctx.models.chat_template import ChatTemplate
 from longctx.models.config import LlamaConfig
 from longctx.models.tokenizer import Tokenizer
 from longctx.serving.config import EngineConfig
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.output import Output

@@ -184,7 +184,7 @@ class Caches:
         read = len(prepared.tokens) if cache.status == "ready" else 0
         if cache.status == "reading":
             try:
-                read, _ = self._thread.progress(cache.request_id)
+                read, _ = self._thread.engine.requests[cache.request_id].progress
             except KeyError:  # it ends just now
                 read = len(prepared.tokens)
         return CacheAnswer(

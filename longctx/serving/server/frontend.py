@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from longctx import __version__
 from longctx.models.tokenizer import TokenBytes, Tokenizer
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.active_call import ActiveCall, Limits
 from longctx.serving.server.bodies import Bodies

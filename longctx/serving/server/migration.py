@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from longctx.serving.engine.departure import Departed, Departure
+from longctx.serving.engine.active_request import MigratedRequest, MigratingRequest
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.server.errors import ApiError
@@ -104,54 +104,54 @@ class Migration:
     async def _begin(self, url: str, request_id: str, authorization: str | None) -> str | None:
         """Move a request; why that was not possible, None: it was."""
         async with self._at_once:
-            departure = self._thread.move(request_id, self._transfers.lease(None))
-            if departure is None:
+            migration = self._thread.move(request_id, self._transfers.lease(None))
+            if migration is None:
                 return "it has ended, leaves already, or is a prefill for another server"
             accepted: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._run(url, departure, authorization, accepted))
+            task = asyncio.create_task(self._run(url, migration, authorization, accepted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return await accepted
 
     async def _run(
-        self, url: str, departure: Departure, authorization: str | None, accepted: asyncio.Future[str | None]
+        self, url: str, migration: MigratingRequest, authorization: str | None, accepted: asyncio.Future[str | None]
     ) -> None:
         """A request from when it leaves to its end."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        left = asyncio.wrap_future(departure.left)  # it comes with a step, whatever else happens
+        left = asyncio.wrap_future(migration.left)  # it comes with a step, whatever else happens
         while not left.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([left])
-        departed = left.result()
-        if departed is None:
+        migrated = left.result()
+        if migrated is None:
             _tell(accepted, "it has ended")
             return
-        relay = Relay(self._thread, departure, departed, self._deliveries.flush)
-        departure.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
+        relay = Relay(self._thread, migration, migrated, self._deliveries.flush)
+        migration.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
         try:
-            if departure.is_cancelled or self._is_closing:
+            if migration.is_cancelled or self._is_closing:
                 raise asyncio.CancelledError
-            await relay.follow(self._lines(url, departed, authorization, accepted))
+            await relay.follow(self._lines(url, migrated, authorization, accepted))
         except asyncio.CancelledError:
             relay.end("cancelled")
         except Exception as error:  # whatever it is, the client waits
             expected = isinstance(error, httpx.HTTPError | RelayBroken | msgspec.DecodeError)
-            logger.warning("request %s comes back: %s", departure.request_id, error, exc_info=not expected)
+            logger.warning("request %s comes back: %s", migration.request_id, error, exc_info=not expected)
             _tell(accepted, str(error) or type(error).__name__)
-            relay.take_back()
+            relay.resume_locally()
         finally:
             _tell(accepted, "it was cancelled")
-            self._transfers.release(Handoff.of(departed.outputs))
+            self._transfers.release(Handoff.of(migrated.outputs))
 
     async def _lines(
-        self, url: str, departed: Departed, authorization: str | None, accepted: asyncio.Future[str | None]
+        self, url: str, migrated: MigratedRequest, authorization: str | None, accepted: asyncio.Future[str | None]
     ) -> AsyncIterator[list[EventLine]]:
         """The events that the other server sends."""
         headers = {"content-type": "application/json"}
         if authorization is not None:
             headers["authorization"] = authorization
         # Another thread writes long prompts.
-        content = await asyncio.to_thread(_body, departed, self._transfers.params(departed.outputs))
+        content = await asyncio.to_thread(_body, migrated, self._transfers.params(migrated.outputs))
         async with self._client.stream("POST", url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise RelayBroken(f"the other server says {response.status_code}: {await _reason(response)}")
@@ -175,8 +175,8 @@ async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             raise RelayBroken("a line of its events is too long")
 
 
-def _body(departed: Departed, params: dict[str, Any]) -> bytes:
-    prepared = departed.prepared
+def _body(migrated: MigratedRequest, params: dict[str, Any]) -> bytes:
+    prepared = migrated.prepared
     request: Any = dataclasses.replace(prepared.request, prompt=prepared.tokens.tolist(), request_id=None)
     return msgspec.json.encode({"request": request, "kv_transfer_params": params})
 

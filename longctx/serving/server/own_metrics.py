@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Metrics
 from longctx.serving.server.kv_metrics import KvMetrics

@@ -12,9 +12,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from longctx.serving.engine.load import Load, StepReport
+from longctx.serving.engine.metrics import Load, StepReport
+from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
@@ -26,16 +27,6 @@ BUFFERED = 50  # messages
 MAX_VIEWERS = 64
 MAX_READING = 64  # requests whose progress is told
 ID_LENGTH = 12
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """What the feed asks of an `EngineThread`."""
-
-    @property
-    def load(self) -> Load: ...
-
-    def progress(self, request_id: str) -> tuple[int, int]: ...
 
 
 class TooManyViewers(RuntimeError):
@@ -128,7 +119,7 @@ class PageFeed(ABC):
 class EngineFeed(PageFeed):
     """Of one engine; `observe_step` may be called in any thread, too."""
 
-    def __init__(self, thread: Watched, interval: float = INTERVAL) -> None:
+    def __init__(self, thread: EngineThread, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._thread = thread
         self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
@@ -176,7 +167,7 @@ class EngineFeed(PageFeed):
         told = []
         for request_id in list(self._reading):
             try:
-                done, total = self._thread.progress(request_id)
+                done, total = self._thread.engine.requests[request_id].progress
             except KeyError:  # it has ended
                 done = total = 0
             if done < total:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request

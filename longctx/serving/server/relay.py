@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 
-from longctx.serving.engine.departure import Departed, Departure
+from longctx.serving.engine.active_request import MigratedRequest, MigratingRequest
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Event, FinishReason
 from longctx.serving.server.event_lines import EventLine
@@ -21,10 +21,10 @@ class Relay:
     """
 
     def __init__(
-        self, thread: EngineThread, departure: Departure, departed: Departed, flush: Callable[[], object]
+        self, thread: EngineThread, migration: MigratingRequest, migrated: MigratedRequest, flush: Callable[[], object]
     ) -> None:
-        self._thread, self._departure, self._departed, self._flush = thread, departure, departed, flush
-        self._relayed = RelayedOutputs(departed.outputs, departed.open)
+        self._thread, self._migration, self._migrated, self._flush = thread, migration, migrated, flush
+        self._relayed = RelayedOutputs(migrated.outputs, migrated.open)
 
     async def follow(self, lines: Lines) -> None:
         """Pass events on until the last one.
@@ -36,30 +36,30 @@ class Relay:
             now = self._thread.engine.now()
             events = [event for entry in line if (event := self._relayed.read(entry, now)) is not None]
             if events:
-                self._departed.sink(events)
+                self._migrated.sink(events)
                 self._flush()
             if not self._relayed.open:
-                self._thread.forget_departure(self._departure)
+                self._thread.end_migration(self._migration)
                 return
         raise RelayBroken("its events ended before the request did")
 
-    def take_back(self) -> None:
+    def resume_locally(self) -> None:
         """Go on here; the pages that are still in the cache are found there."""
         outputs, handoff = self._relayed.outputs, self._relayed.handoff()
         open_ = self._relayed.open
-        skip = _Skip(self._departed.sink, {output.index: len(output.token_ids) for output in outputs}, open_)
-        departed = self._departed._replace(outputs=outputs)
+        skip = _Skip(self._migrated.sink, {output.index: len(output.token_ids) for output in outputs}, open_)
+        migrated = self._migrated._replace(outputs=outputs)
         try:
-            self._thread.take_back(self._departure, departed, handoff, skip)
+            self._thread.resume_locally(self._migration, migrated, handoff, skip)
         except (RuntimeError, ValueError) as error:
             self.end("error", f"the request could not be moved, nor be taken back: {error}")
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Tell the client that nothing comes any more."""
-        self._thread.forget_departure(self._departure)
+        self._thread.end_migration(self._migration)
         now = self._thread.engine.now()
         events = [self._relayed.end(index, reason, now, error) for index in sorted(self._relayed.open)]
-        self._departed.sink(events)
+        self._migrated.sink(events)
         self._flush()
 
 

@@ -12,7 +12,7 @@ from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.kv_cache.connector import PATIENCE
+from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT
 from longctx.serving.server.active_call import ActiveCall, Limits
 from longctx.serving.server.caches import Caches
 from longctx.serving.server.chat_format import ChatFormat
@@ -90,7 +90,7 @@ class Server(Frontend):
         call = await super().read(kind, body, origin)
         asked = self.engine.pages.ask_ahead(call.requests)
         if asked:
-            await asyncio.wait(map(asyncio.wrap_future, asked), timeout=PATIENCE)
+            await asyncio.wait(map(asyncio.wrap_future, asked), timeout=LOOKUP_TIMEOUT)
         return call
 
     async def begin(

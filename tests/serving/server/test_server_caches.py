@@ -316,7 +316,7 @@ def test_a_document_whose_reading_fails_says_so() -> None:
     with served(tiered_engine(), settings()) as running, running.http_client() as client:
         running.executor.go.clear()
         made = create(client)
-        running.server.thread.cancel(next(iter(running.server.thread._clients)))
+        running.server.thread.cancel(next(iter(running.server.engine.requests)))
         running.executor.go.set()
         path = f"/v1/caches/{made['id']}"
         running.wait_until("it has ended", lambda: client.get(path).json()["status"] == "failed")

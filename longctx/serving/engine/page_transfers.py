@@ -1,31 +1,30 @@
-"""Pages that leave an engine and arrive, between its steps: loads that end, leases, and reads by other engines."""
+"""Pages that leave an engine and arrive, between its steps: ends of loads, leases, and reads by other engines."""
 
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from longctx.serving.distributed.load_ends import LoadEnds
-from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
+from longctx.serving.distributed.orders import Evict, Forget, Located, Pin, Release, RequestUpdate
+from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.jobs import Job
-from longctx.serving.engine.journal import Journal
 from longctx.serving.engine.verification import Verifier
 from longctx.serving.executor.interface import Executor, MoverStats
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
-"""For so long a lease is kept that nobody asks for."""
+"""Seconds for which a lease is kept after the last call that asked for it."""
 PRESSED_SECONDS = 5.0
-"""The same, while somebody waits for memory."""
+"""The same, while a sequence waits for memory."""
 MOST_LEASED = 0.5
-"""The share of all pages that leases may have while somebody waits for memory: the oldest ones go, once nobody has
-asked for them for `LEAST_SECONDS`."""
+"""The share of all pages that leases may have while a sequence waits for memory: the oldest ones go that were not asked
+for within `LEAST_SECONDS`."""
 LEAST_SECONDS = 1.0
 
 _TELL_SECONDS = 0.5  # after which a process tells the first one again that a lease is asked for
@@ -33,17 +32,19 @@ _LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can 
 _READ_TIMEOUT = 60.0  # seconds: no step takes as long
 
 
-class PageTraffic:
-    """What an engine does about pages beyond its devices.
+class PageTransfers:
+    """Pages of an engine beyond its devices.
 
     Its calls for leases may come from any thread, and wait for no step; all others come between steps.
 
     Args:
       store: keeps pages beyond the devices; None: nothing does.
+      note: records an update.
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
       lockstep: of the processes of the engine.
-      verify_share: see `Verifier`, which begins and cancels requests.
+      verify_share: see `Verifier`.
+      requests: of the engine.
 
     Attributes:
       verifier: computes a share of the loaded pages again.
@@ -57,27 +58,26 @@ class PageTraffic:
         core: Core,
         executor: Executor,
         store: PageKeeper | None,
-        journals: Iterable[Journal],
+        note: Callable[[RequestUpdate], object],
         between_steps: Callable[[Callable[[], object]], object],
         clock: Callable[[], float],
         lockstep: Lockstep,
         verify_share: float,
-        begin: Callable[[Request], Job],
-        cancel: Callable[[Job], object],
+        requests: ActiveRequests,
     ) -> None:
         self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
-        self._core, self._executor, self._journals = core, executor, tuple(journals)
+        self._core, self._executor, self._note = core, executor, note
         self._between_steps, self._clock = between_steps, clock
-        self.verifier = Verifier(verify_share, core, executor, store, begin, cancel, self._release, self.forget)
+        self.verifier = Verifier(verify_share, core, executor, store, requests, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
         self.on_fetch: list[Callable[[str, bool], object]] = []
         self.on_evict: list[Callable[[], object]] = []  # called between steps, after `evict`
-        self._asked: dict[str, float] = {}  # when somebody asked for a lease last
-        self._told: dict[str, float] = {}  # when process 0 was told last that somebody asks for one here
+        self._asked: dict[str, float] = {}  # when a lease was asked for last
+        self._told: dict[str, float] = {}  # when process 0 was told last that one is asked for here
 
     @property
     def moved(self) -> MoverStats | None:
-        """What was moved from and to this process's devices; None where nothing can be."""
+        """Counts of pages moved from and to this process's devices; None where none can be moved."""
         mover = getattr(self._executor, "mover", None)  # executors without devices have none
         return None if mover is None else mover.stats
 
@@ -90,11 +90,12 @@ class PageTraffic:
 
     def look_up(self, sequences: list[Sequence]) -> None:
         """Note how much of the prompt of a request, which is about to be added, can be loaded."""
+        self.verifier.give_way()
         if self.store is not None:
             self._core.look_up(sequences, self.store)
 
     def ask_ahead(self, prompts: Iterable[PreparedRequest]) -> "list[Future[None]]":
-        """Ask slow stores what they have of prompts that are about to enter; what is to be waited for, `PATIENCE`."""
+        """Ask slow stores what they have of prompts that are about to enter; answers to wait for, `LOOKUP_TIMEOUT`."""
         asked, scheduler = [], self._core.scheduler
         for prepared in prompts if self.store is not None else ():
             assert self.store is not None
@@ -106,14 +107,13 @@ class PageTraffic:
         return asked
 
     def poll(self, now: float, may_wait: bool) -> None:
-        """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
+        """Let sequences go on whose loads have ended, and unused leases expire."""
         ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
         self._note_fetched(ended, False)
         complete = self._load_ends.complete(ended, self._core.scheduler.loads)
         self._note_fetched(complete, True)
         for loaded in complete:
-            for journal in self._journals:
-                journal.note_load(loaded, now)
+            self._note(loaded)
             sequence = self._core.end_load(loaded)
             if sequence is not None:
                 self.verifier.note(loaded, sequence)
@@ -129,16 +129,25 @@ class PageTraffic:
                 for call in self.on_fetch:
                     call(source, is_everywhere)
 
+    def tell_store(self, update: RequestUpdate) -> None:
+        """Let what keeps pages beyond the devices do what an update says."""
+        match update:
+            case Forget() if self.store is not None:
+                for key in update.keys:
+                    self.store.forget(key)
+            case Pin() if self.store is not None:
+                self.store.pin(update.keys, time.monotonic() + update.seconds)
+            case Evict(tier="host") if isinstance(self.store, TieredStore):
+                keys = frozenset(update.keys)
+                self.store.evict(lambda key: key in keys)
+
     def _forget(self, keys: list[Key]) -> None:
         keys = self._core.with_followers(keys)
         if self.store is not None:
             keys = self.store.with_followers(keys)
-        for journal in self._journals:
-            journal.note_forgotten(keys)
+        self._note(update := Forget(keys))
         self._core.forget(keys)
-        if self.store is not None:
-            for key in keys:
-                self.store.forget(key)
+        self.tell_store(update)
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
@@ -156,8 +165,7 @@ class PageTraffic:
     def _release(self, lease_id: str) -> None:
         lease = self._core.leases.get(lease_id)
         if lease is not None and lease.is_wanted:
-            for journal in self._journals:
-                journal.note_release(lease_id)
+            self._note(Release(lease_id))
             self._core.leases.release(lease_id)
 
     def close(self) -> None:
@@ -168,7 +176,7 @@ class PageTraffic:
     # From any thread.
 
     def lease(self, lease_id: str) -> LeasedPages:
-        """The pages of a lease, as far as they are there. Whoever asks keeps it alive.
+        """Return the pages of a lease, as far as they are there. Asking keeps it alive.
 
         Raises:
           LeaseGone: it is unknown, or has ended.
@@ -196,18 +204,18 @@ class PageTraffic:
         return read
 
     def expire(self) -> None:
-        """End the leases that nobody has asked for; steps do so too."""
+        """End the leases that were not asked for in time; steps do so too."""
         if self._core.leases:
             self._between_steps(lambda: self._expire(self._clock()))
 
     def release(self, lease_id: str) -> None:
-        """Nobody needs a lease any more; one that has ended is no error. Of several processes the first is asked."""
+        """Give up a lease; one that has ended is no error. In processes but the first this does nothing."""
         if self._lockstep.leads:
             self._between_steps(lambda: self._release(lease_id))
 
     def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
         """Tell the other processes, with the next step, where they fetch the pages of a lease, see `Located`."""
-        self._lockstep.note_located(lease_id, place)
+        self._lockstep.note(Located(lease_id, place))
 
     def forget(self, keys: list[Key]) -> None:
         """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
@@ -222,13 +230,11 @@ class PageTraffic:
         self._between_steps(lambda: self._pin(keys, seconds))
 
     def _pin(self, keys: list[Key], seconds: float) -> None:
-        for journal in self._journals:
-            journal.note_pinned(keys, seconds)
-        if self.store is not None:
-            self.store.pin(keys, time.monotonic() + seconds)
+        self._note(update := Pin(keys, seconds))
+        self.tell_store(update)
 
     def evict(self, tier: str, is_wanted: Callable[[Key], bool]) -> "Future[int]":
-        """Let pages that nobody uses leave the devices or the host's memory, whose keys are wanted so.
+        """Let unused pages with wanted keys leave the devices or the host's memory.
 
         Slower tiers keep those that they have. The future ends, between steps, with how many they were.
 
@@ -236,20 +242,19 @@ class PageTraffic:
           tier: `"device"` or `"host"`.
         """
         done: Future[int] = Future()
-
         found: list[Key] = []
 
-        def note(key: Key) -> bool:
+        def is_evicted(key: Key) -> bool:
             if is_here := is_wanted(key):
                 found.append(key)
             return is_here
 
         def evict() -> None:
             if tier == "device":
-                evicted = self._core.pool.evict(note)
+                evicted = self._core.pool.evict(is_evicted)
             else:
-                evicted = self.store.evict(note) if isinstance(self.store, TieredStore) else 0
-            self._lockstep.note_evicted(tier, found)
+                evicted = self.store.evict(is_evicted) if isinstance(self.store, TieredStore) else 0
+            self._lockstep.note(Evict(tier, found))
             for call in self.on_evict:
                 call()
             done.set_result(evicted)
@@ -266,7 +271,7 @@ class PageTraffic:
 
 
 class _LaterRead:
-    """A read that begins between steps."""
+    """Read that begins between steps."""
 
     def __init__(self) -> None:
         self.begun: Future[Any] = Future()

@@ -1,5 +1,6 @@
-"""What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
+"""Setup of an engine: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
+import datetime
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -12,10 +13,11 @@ from longctx.models.params import Params
 from longctx.parallel.mesh import AXES, make_mesh
 from longctx.parallel.topology import Topology, find_topology
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.config_check import check_config
+from longctx.serving.distributed.lockstep import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
+from longctx.serving.engine.core import Core
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
@@ -34,18 +36,20 @@ from longctx.serving.kv_cache.tiers.store import open_store
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.recording.header import Header, custom_policy, writable
+from longctx.serving.recording.recorder import Recorder
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_parts import process_part
 
 
 class PageIdentity(NamedTuple):
-    """What pages are, and a digest of all else that they depend on but their tokens: of model and weights."""
+    """Layout of pages, and a digest of model and weights: all that they depend on but their tokens."""
 
     layout: PageLayout
     fingerprint: bytes
 
 
-class Resolved(NamedTuple):
+class EngineSetup(NamedTuple):
     """The arguments of an engine, checked against each other and completed.
 
     `num_pages` is of each context rank; `is_profiled`: whether the predictor was given.
@@ -64,7 +68,7 @@ class Resolved(NamedTuple):
     element_bytes: int
 
     def identify_pages(self, params: Params | None) -> PageIdentity | None:
-        """What pages are known by beyond the engine; None if they stay in it."""
+        """Identify the engine's pages to tiers and other engines; None if they stay in it."""
         if params is None or not (self.config.tiers or self.config.transfers):
             return None
         model, dtype = self.model.config, self.config.kv_dtype or str(params["embed"].dtype)
@@ -72,7 +76,7 @@ class Resolved(NamedTuple):
         return PageIdentity(layout, page_fingerprint(model, params, layout))
 
     def open_store(self, pages: PageIdentity | None) -> PageKeeper | None:
-        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing. Each process keeps its part.
+        """Open what keeps pages beyond the devices, as `config.tiers` says; None: nothing. A process keeps its part.
 
         Raises:
           ValueError, OSError: it can't.
@@ -85,7 +89,7 @@ class Resolved(NamedTuple):
     def make_executor(
         self, params: Params | None, store: PageKeeper | None = None, group: ProcessGroup | None = None
     ) -> tuple[DeviceExecutor, Self]:
-        """The executor that runs batches on the mesh, and these arguments with its number of pages.
+        """Make the executor that runs batches on the mesh; returns it, and this setup with its number of pages.
 
         On accelerators these are as many as fit beside the largest programs of a step, which are compiled to find out.
 
@@ -109,7 +113,7 @@ class Resolved(NamedTuple):
         return executor, self._replace(num_pages=executor.num_pages)
 
     def _page_fit(self, dtype: DTypeLike, group: ProcessGroup | None) -> PageFit | None:
-        """What finds how many pages fit into an accelerator's memory; None for CPUs."""
+        """Make the search for how many pages fit into an accelerator's memory; None for CPUs."""
         mesh, most = self.mesh, most_pages(self.config, self.max_length)
         if mesh is None or DeviceMemory.of(mesh.local_devices) is None:
             return None
@@ -124,7 +128,8 @@ class Resolved(NamedTuple):
         return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
     def make_core(self) -> Built:
-        return build_core(
+        """Make the core, and what turns requests into its sequences."""
+        built = build_core(
             self.model.config,
             self.config,
             self.plan,
@@ -135,6 +140,34 @@ class Resolved(NamedTuple):
             self.topology,
             self.element_bytes,
         )
+        built.core.is_profiled = self.is_profiled
+        return built
+
+    def begin_recording(self, recorder: Recorder, params: Params | None, core: Core, leads: bool) -> None:
+        """Let a recorder record the engine's core.
+
+        Raises:
+          ValueError: it records another engine, or this one follows another process.
+          OSError: the log can't be written.
+        """
+        if not leads:
+            raise ValueError("recorder must be None but in the first process, which all others follow")
+        header = Header(
+            model=self.model.config,
+            model_name=recorder.model_name,
+            weights=recorder.weights,
+            config=self.config,
+            custom_policy=custom_policy(self.config),
+            plan=self.plan,
+            num_pages=self.num_pages,
+            max_length=self.max_length,
+            predictor=writable(self.predictor),
+            dtype=None if params is None else str(params["embed"].dtype),
+            is_private=recorder.is_private,
+            topology=self.topology,
+            created=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
+        )
+        recorder.begin(header, core)
 
 
 def resolve(
@@ -147,7 +180,7 @@ def resolve(
     predictor: Predictor | None,
     process_group: ProcessGroup | None,
     topology: Topology | None = None,
-) -> Resolved:
+) -> EngineSetup:
     """Check and complete the arguments of an `Engine`, which says what they are.
 
     Raises:
@@ -176,7 +209,7 @@ def resolve(
             **sizes,
         )
     check_predictor(predictor, config.token_budget)
-    return Resolved(
+    return EngineSetup(
         model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
     )
 
@@ -222,7 +255,7 @@ def resolve_mesh(
             raise ValueError(f"mesh or plan must be given for parameters on {len(there)} devices")
         plan = plan or ParallelPlan()
     plan = plan or ParallelPlan()
-    # Who brings an executor of their own needs no devices.
+    # An executor that was given needs no devices.
     plan.check(model.config, plan.num_devices if params is None else jax.device_count())
     if params is None:
         return plan, mesh
