@@ -14,8 +14,7 @@ from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.serving import EngineConfig
 from longctx.serving.engine.admission_control import AdmissionLimits
-from longctx.serving.server.keys import ApiKey, read_keys
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 from longctx.serving.validation import check_real
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.server import utilisation
-from longctx.serving.server.prometheus import ServerMetrics
+from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.utilisation import ModelCost
 
 # The metrics, types and labels of vLLM that dashboards, llm-d and the gateway API's inference extension read.
@@ -87,8 +87,7 @@ def run(thread: EngineThread, requests: list[Request]) -> list[Output]:
 
 
 def fresh(metrics: ServerMetrics) -> Samples:
-    metrics._rendered = -1.0
-    return Samples(metrics.render())
+    return Samples(metrics.render(max_age=0))
 
 
 def test_names_types_and_buckets_are_those_that_others_read() -> None:
@@ -277,8 +276,7 @@ def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
 
     def scrape() -> None:
         while not stop.is_set():
-            metrics._rendered = -1.0
-            got = Samples(metrics.render())
+            got = Samples(metrics.render(max_age=0))
             bucket = got.get_one("vllm:inter_token_latency_seconds_bucket", le="+Inf")
             assert bucket == got.get_one("vllm:inter_token_latency_seconds_count")
             seen["gaps"].append(bucket)

@@ -21,9 +21,9 @@ from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.gate import TENANT_HEADER
-from longctx.serving.server.transfers import PagePrefix
+from longctx.serving.server.schemas import PagePrefix
 
 _MOST_INSTANCES = 64  # that are remembered
 

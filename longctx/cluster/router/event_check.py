@@ -4,8 +4,7 @@ import math
 
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.event_lines import EventLine
-from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+from longctx.serving.server.relay import EventLine, RelayBroken, RelayedOutputs
 
 
 class EventCheck:

@@ -8,8 +8,7 @@ import httpx
 import msgspec
 
 from longctx.cluster.router.http_stream import Head, HttpStream
-from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.migration import split_lines
+from longctx.serving.server.relay import EventLine, decode_events, split_lines
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)

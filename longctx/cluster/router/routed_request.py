@@ -30,8 +30,7 @@ from longctx.serving.engine.departure import Sink
 from longctx.serving.request.output import Event, FinishReason, Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.event_lines import EventLine
-from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+from longctx.serving.server.relay import EventLine, RelayBroken, RelayedOutputs
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from longctx.cluster.conductor.audit import AuditTotals
 from longctx.cluster.conductor.instance import TIERS
-from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
-from longctx.serving.server.series import counter, counters, gauge, gauges, table
+from longctx.serving.server.series import RenderedMetrics, check_prefix, counter, counters, gauge, gauges, table
 
 if TYPE_CHECKING:
     from longctx.cluster.router.server import RouterServer

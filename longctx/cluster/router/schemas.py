@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longctx.serving.server.schemas.base import Body
+from longctx.serving.server.schemas import Body
 
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Url = Annotated[str, Field(max_length=2048)]

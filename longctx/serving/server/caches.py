@@ -10,18 +10,57 @@ import secrets
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
 
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.request.output import Event
-from longctx.serving.server.active_call import refusal
-from longctx.serving.server.documents import Document, Prefix
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.schemas.caches import CacheAnswer, CachePages
+from longctx.serving.server.frontend import refusal
+from longctx.serving.server.request_parser import Document, Prefix
 
 _MOST_CACHES = 1000  # of a tenant
 _NO_RETRY = {"x-should-retry": "false"}
+
+
+class CachePages(Struct):
+    """Full pages of a document, and how many of them are on the devices, in host memory and on disk."""
+
+    total: int
+    device: int
+    host: int
+    disk: int
+
+
+class CacheAnswer(Struct):
+    """A cache. `status`: `"reading"`, `"ready"`, or `"failed"`; `read_tokens`: of `tokens`, how many are computed."""
+
+    id: str
+    model: str
+    status: str
+    created: int
+    expires_at: int
+    tokens: int
+    read_tokens: int
+    pages: CachePages
+    object: str = "cache"
+    error: str | None = None
+
+
+class CacheList(Struct):
+    """The caches of a tenant, the newest first."""
+
+    data: list[Any]
+    object: str = "list"
+
+
+class CacheDeleted(Struct):
+    id: str
+    object: str = "cache.deleted"
+    deleted: bool = True
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-_ARGUMENT = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_]*) (?:must|contradicts?|has|needs?)\b")
+_ARGUMENT = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:'s token| of token \d+)? (?:must|contradicts?|has|needs?)\b")
 _NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of a type
 # Names of the engine's own arguments that clients call otherwise.
 _PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}

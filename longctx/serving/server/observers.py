@@ -14,8 +14,8 @@ from longctx.serving.server import logs, tracing
 from longctx.serving.server.kv_events import KvEvents
 from longctx.serving.server.kv_publisher import KvPublisher, is_public
 from longctx.serving.server.kv_snapshot import KvSnapshot
-from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.rendered_metrics import check_prefix
+from longctx.serving.server.metrics import ServerMetrics
+from longctx.serving.server.series import check_prefix
 
 logger = logging.getLogger(__name__)
 

@@ -12,22 +12,27 @@ from longctx.serving.engine.admission_control import AdmissionControl, Admission
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import PATIENCE
-from longctx.serving.server.active_call import ActiveCall, Limits
 from longctx.serving.server.caches import Caches
-from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.frontend import Backend, Frontend
+from longctx.serving.server.frontend import ActiveCall, Frontend
+from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.migration import Migration
 from longctx.serving.server.observers import Observers, ObserverSettings
-from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.read_call import Call, CallReader, CallRules, Kind, Origin, cache_named
+from longctx.serving.server.request_parser import (
+    ChatFormat,
+    Kind,
+    Origin,
+    ParsedCall,
+    RequestParser,
+    RequestRules,
+    cache_named,
+)
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.transfers import Received, Transfers
 
 logger = logging.getLogger(__name__)
 
 _WARMING_RETRY = 5.0
-_NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
 
 
 class Server(Frontend):
@@ -63,25 +68,26 @@ class Server(Frontend):
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
         settings = settings or ServerSettings()
+        tpot = engine.config.slo.per_token(engine.plan.stage).tpot
+        vocab_size = engine.model.config.vocab_size
+        rules = RequestRules.of(settings, model_names, engine.config, engine.max_length, vocab_size, tpot)
         chat_format = ChatFormat(engine.tokenizer, chat_template)
-        reader = _make_reader(engine, chat_format, model_names, settings)
-        super().__init__(model_names, engine.tokenizer, chat_format, reader, settings)
+        super().__init__(RequestParser(engine.input_processor, engine.tokenizer, chat_format, rules), settings)
         self.engine, self.instance = engine, secrets.token_hex(8)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
+        self.backend, self.max_waiting = self.thread, self.thread.control.limits.max_waiting
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
         self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)
-        self.metrics.observe_caches(self.caches)
+        self.metrics.caches = self.caches
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
-            self.metrics.observe_transfers(self.transfers.counts, self.transfers.prefills)
+            self.metrics.transfers, self.metrics.prefills = self.transfers.counts, self.transfers.prefills
         self._warm_up = warm_up
         self.migration: Migration | None = None
 
-    # What routes do.
-
-    async def read(self, kind: Kind, body: bytes, origin: Origin) -> Call:
+    async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
         """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
         cache_id = cache_named(body)
         if cache_id is not None:
@@ -92,31 +98,21 @@ class Server(Frontend):
             await asyncio.wait(map(asyncio.wrap_future, asked), timeout=PATIENCE)
         return call
 
-    async def begin(
+    async def start_call(
         self,
         call_id: str,
         shown_id: str,
-        call: Call,
+        call: ParsedCall,
         arrival: float,
         headers: Mapping[str, str] | None = None,
         received: Received | None = None,
     ) -> ActiveCall:
-        """See `Frontend.begin`; the call is part of the trace that a header `traceparent` (W3C's) names."""
+        """Submit a call, see `Frontend.start_call`; in the trace that a header `traceparent` (W3C's) names."""
         traceparent = None if headers is None else headers.get("traceparent")
         if self.observers.tracing is not None and traceparent is not None:
             for prepared in call.requests:
                 self.observers.tracing.link(str(prepared.request.request_id), traceparent)
-        return await super().begin(call_id, shown_id, call, arrival, headers, received)
-
-    # How it is.
-
-    @property
-    def backend(self) -> Backend:
-        return self.thread
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.engine.config.max_running, self.thread.control.limits.max_waiting)
+        return await super().start_call(call_id, shown_id, call, arrival, headers, received)
 
     @property
     def request_ids(self) -> list[str]:
@@ -128,14 +124,6 @@ class Server(Frontend):
         if self.thread.is_draining and not is_draining:
             raise ApiError(409, "the server is shutting down", "drain", "shutting_down")
         self.is_draining = is_draining
-
-    @property
-    def max_length(self) -> int:
-        return self.engine.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.model.config.vocab_size
 
     def now(self) -> float:
         return self.engine.now()
@@ -173,14 +161,11 @@ class Server(Frontend):
             return f"a step has been running for {stalled:.0f} seconds"
         return None
 
-    # From start to end.
-
     def start(self) -> None:
         """Begin to warm up; call it in the event loop."""
         super().start()
-        assert self._deliveries is not None
         if self.transfers is not None:
-            self.migration = Migration(self.thread, self.transfers, self._deliveries)
+            self.migration = Migration(self.thread, self.transfers, self._flush)
         # A compilation can't be interrupted, and nothing is to wait for it at the end.
         threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
 
@@ -204,7 +189,7 @@ class Server(Frontend):
             self.transfers.close()
         self.observers.close()
 
-    def _takes_long(self, call: Call) -> bool:
+    def _takes_long(self, call: ParsedCall) -> bool:
         return any(prepared.request.ttft_deadline is not None for prepared in call.requests)  # looking ahead
 
     def _start_engine(self) -> None:
@@ -217,21 +202,3 @@ class Server(Frontend):
             self.warmed.set_exception(error)
         else:
             self.warmed.set_result(None)
-
-
-def _make_reader(
-    engine: Engine, chat_format: ChatFormat, model_names: tuple[str, ...], settings: ServerSettings
-) -> CallReader:
-    assert engine.tokenizer is not None
-    least = engine.config.slo.per_token(engine.plan.stage).tpot if settings.min_tpot is None else settings.min_tpot
-    rules = CallRules(
-        model_names,
-        engine.max_length,
-        engine.model.config.vocab_size,
-        settings.default_max_tokens,
-        settings.max_prompts,
-        settings.max_priority,
-        _NO_TARGET if least is None else least,
-        engine.config.prefix_cache,
-    )
-    return CallReader(engine.input_processor, engine.tokenizer, chat_format, rules)

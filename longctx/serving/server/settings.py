@@ -1,11 +1,14 @@
-"""`ServerSettings`: what a server allows its clients, and for how long it waits for them."""
+"""Settings of a server: API keys, limits of clients, and timeouts."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from longctx.serving.server.keys import ApiKey
 from longctx.serving.validation import check_integer, check_real
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"[!-~]{8,512}")  # what a header can hold, without spaces
 _INTEGERS = {
     "max_body_bytes": 1,
     "max_header_bytes": 256,
@@ -27,11 +30,53 @@ _SECONDS = (
 
 
 @dataclass(frozen=True)
+class ApiKey:
+    """API key with a name, which is the tenant of its requests. Only names are printed.
+
+    Raises:
+      ValueError: a name or key that is too short or long, or has other characters than it may.
+    """
+
+    name: str
+    key: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {self.name!r}")
+        if not _KEY.fullmatch(self.key):
+            raise ValueError(f"the key of {self.name} must be 8 to 512 visible ASCII characters")
+
+
+def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
+    """Read keys from lines `KEY` or `NAME KEY`; empty lines and those with `#` in front are left out.
+
+    Args:
+      prefix: of the names of keys without one, which are numbered from 1.
+
+    Raises:
+      ValueError: a line is not like that, or two keys have the same name; no message has a key.
+    """
+    keys: list[ApiKey] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2:
+            raise ValueError(f"key {number} must be KEY or NAME KEY, and has {len(words)} words")
+        name = words[0] if len(words) == 2 else f"{prefix}-{number}"
+        keys.append(ApiKey(name, words[-1]))
+    names = [key.name for key in keys]
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of keys must be different, got {', '.join(names)}")
+    return tuple(keys)
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Settings of a server; durations are seconds.
 
     Attributes:
-      api_keys: whoever has one may use the server; their names are the tenants. None: everybody may, as tenant "".
+      api_keys: of clients; their names are the tenants. Empty: every client may use the server, as tenant "".
       admin_keys: needed for loads, profiles and aborts, where there are some.
       allow_hosts: names by which clients may reach the server (the header Host, without its port), so that a page of
         another site, whose name is made to point here, finds nothing. Empty: any.
@@ -41,7 +86,7 @@ class ServerSettings:
       max_prompts: prompts of one request, at most.
       default_max_tokens: tokens of an answer whose request doesn't say how many, as far as there is room.
       max_priority: the highest `priority` that a request may have; higher ones count as this.
-      min_tpot: the least TPOT target that a request may have: a target shrinks the chunks of everybody's prompts while
+      min_tpot: the least TPOT target that a request may have: a target shrinks the chunks of all prompts while
         the request decodes. None: the engine's own, so that requests may only ask for less.
       stream_buffer: steps whose tokens may wait for a client that reads slowly, before its request is cancelled.
       slow_reader_timeout: until a client's connection is closed that takes nothing.

@@ -15,7 +15,7 @@ class Stream:
     """The events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
 
     Args:
-      limit: deliveries that may wait for the reader; more of them make it overflow.
+      limit: dispatcher that may wait for the reader; more of them make it overflow.
       overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
 
     Attributes:
@@ -69,7 +69,7 @@ class Stream:
             waiter.set_result(None)
 
 
-class Deliveries:
+class EventDispatcher:
     """What the engine's thread hands over to an event loop: appended one by one, taken with one wake-up a step.
 
     Args:

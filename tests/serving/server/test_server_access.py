@@ -10,8 +10,8 @@ import openai
 import pytest
 from served import NAME, Served, fake_engine, served
 
-from longctx.serving.server.keys import ApiKey, KeyRing, read_keys
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.auth import KeyRing
+from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
 BODY = {"model": NAME, "prompt": "ABCD" * 5, "max_tokens": 4, "ignore_eos": True}

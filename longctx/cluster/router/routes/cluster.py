@@ -10,9 +10,9 @@ from longctx.cluster.conductor.instance import TIERS
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.schemas import InstanceBody, RegisterBody, RoleBody
 from longctx.cluster.router.server import RouterServer
+from longctx.serving.server.auth import client_of
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.gate import visitor_of
-from longctx.serving.server.schemas.base import body_of
+from longctx.serving.server.schemas import body_of
 
 
 def cluster_router(server: RouterServer) -> APIRouter:
@@ -102,5 +102,5 @@ def describe(server: RouterServer) -> list[dict[str, Any]]:
 
 
 def _check(request: Request) -> None:
-    if not visitor_of(request).is_admin:
+    if not client_of(request).is_admin:
         raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
