@@ -22,7 +22,7 @@ class ClusterFeed(PageFeed):
         super().__init__(interval)
         self._server = server
 
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         return True
 
     def _skip_to_now(self) -> None:

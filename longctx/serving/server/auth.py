@@ -1,4 +1,4 @@
-"""Authentication: who sends a request, and whether they may. It gives each request an id.
+"""Authentication of the senders of requests; each request gets an id.
 
 Closed by default: without a key only the paths that are listed here answer, where keys are needed.
 """

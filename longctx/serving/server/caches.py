@@ -1,6 +1,6 @@
-"""`Caches`: documents that are read once, and whose pages stay in host memory and on disk for a time.
+"""Caches of documents that are read once, and whose pages stay in host memory and on disk for a time.
 
-A cache is a prefix of prompts. Whoever names it (`cache_id`) sends the rest; whoever begins alike finds its pages too.
+A cache is a prefix of prompts. Requests that name it (`cache_id`) have the rest; those that begin alike share pages.
 They are pinned where tiers have them, up to half of each tier, and never on the devices: there they go when memory is
 needed, and come back by a load. So caches take nothing from requests that run.
 """
@@ -36,7 +36,7 @@ class CachePages(Struct):
 
 
 class CacheAnswer(Struct):
-    """A cache. `status`: `"reading"`, `"ready"`, or `"failed"`; `read_tokens`: of `tokens`, how many are computed."""
+    """Cache as clients see it. `status`: `"reading"`, `"ready"` or `"failed"`; `read_tokens`: computed ones of `tokens`."""
 
     id: str
     model: str
@@ -51,7 +51,7 @@ class CacheAnswer(Struct):
 
 
 class CacheList(Struct):
-    """The caches of a tenant, the newest first."""
+    """Caches of a tenant, the newest first."""
 
     data: list[Any]
     object: str = "list"
@@ -65,7 +65,7 @@ class CacheDeleted(Struct):
 
 @dataclass(eq=False)
 class Cache:
-    """A document that is kept."""
+    """Document that is kept."""
 
     prefix: Prefix
     document: Document
@@ -85,7 +85,7 @@ class Cache:
 
 
 class Caches:
-    """The caches of a server. For the event loop's thread.
+    """Caches of a server, for the event loop's thread.
 
     Args:
       quota: tokens of a tenant's documents together; None: as many as can be pinned.
@@ -96,7 +96,9 @@ class Caches:
         self._thread, self._model_name, self._quota, self._max_ttl = thread, model_name, quota, max_ttl
         store = thread.engine.pages.store
         self._store = store if isinstance(store, TieredStore) else None
-        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(dict)  # by tenant: nobody finds another's
+        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(
+            dict
+        )  # by tenant, who has no access to those of others
 
     def create(self, tenant: str, document: Document) -> CacheAnswer:
         """Begin to read a document, and keep its pages.
@@ -104,7 +106,7 @@ class Caches:
         Raises:
           ApiError: there are no tiers, it is too long or short, or there is no room, in the server or the quota.
         """
-        self._check(tenant, document)
+        self._check_room(tenant, document)
         cache_id = f"cache_{secrets.token_hex(16)}"
         cache = Cache(document.prefix(cache_id), document, time.time())
         loop = asyncio.get_running_loop()
@@ -124,19 +126,19 @@ class Caches:
         return self._answer(cache)
 
     def get(self, tenant: str, cache_id: str) -> CacheAnswer:
-        """A tenant's cache; ApiError if it has none of this id."""
+        """Return a tenant's cache; raise ApiError if it has none of this id."""
         return self._answer(self._find(tenant, cache_id))
 
     def of(self, tenant: str) -> list[CacheAnswer]:
-        """A tenant's caches, the newest first."""
+        """Return a tenant's caches, the newest first."""
         return [self._answer(cache) for cache in reversed(self._own(tenant).values())]
 
     def delete(self, tenant: str, cache_id: str) -> None:
-        """Let a cache's pages go when their turn comes; ApiError if the tenant has none of this id."""
+        """Let a cache's pages be evicted when their turn comes; raise ApiError if the tenant has none of this id."""
         self._remove(tenant, self._find(tenant, cache_id))
 
     def prefix(self, tenant: str, cache_id: str) -> Prefix:
-        """What a cache puts before prompts; ApiError if the tenant has none of this id."""
+        """Return what a cache puts before prompts; raise ApiError if the tenant has none of this id."""
         return self._find(tenant, cache_id).prefix
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class Caches:
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents."""
+        """Tokens of all documents."""
         return sum(cache.num_tokens for cache in self._all)
 
     @property
@@ -161,7 +163,7 @@ class Caches:
     def _own(self, tenant: str) -> dict[str, Cache]:
         return self._caches.get(tenant, {})
 
-    def _check(self, tenant: str, document: Document) -> None:
+    def _check_room(self, tenant: str, document: Document) -> None:
         if self._store is None:
             message = "caches need tiers: start the server with --kv-host-bytes"
             raise ApiError(409, message, code="caches_are_off", headers=_NO_RETRY)

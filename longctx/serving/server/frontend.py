@@ -28,7 +28,7 @@ from longctx.serving.server.transfers import Received, Transfers
 
 @runtime_checkable
 class Backend(Protocol):
-    """Computes requests: an engine's thread, or a cluster."""
+    """Computation of requests: an engine's thread, or a cluster."""
 
     def submit(
         self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
@@ -88,12 +88,12 @@ class Frontend(ABC):
     @property
     @abstractmethod
     def problem(self) -> str | None:
-        """The reason why the server is not healthy; None: it is."""
+        """Reason why the server is not healthy; None: it is."""
 
     @property
     @abstractmethod
     def not_ready(self) -> ApiError:
-        """The answer while it is not warm."""
+        """Answer while it is not warm."""
 
     def check_accepting(self) -> None:
         """Raise ApiError, unless requests are taken now."""
@@ -206,7 +206,7 @@ class Frontend(ABC):
 
     @property
     def dispatcher(self) -> EventDispatcher:
-        """Hands events over to the event loop, once the server has been started."""
+        """Dispatcher of events to the event loop, once the server has been started."""
         assert self._dispatcher is not None, "the server has not been started"
         return self._dispatcher
 

@@ -1,4 +1,4 @@
-"""Logs: one line for each request that has ended, and everything else that the library logs, as text or JSON.
+"""Logs as text or JSON: one line for each request that has ended, and everything else that the library logs.
 
 Prompts and answers are not logged unless that is asked for.
 """
@@ -18,7 +18,7 @@ _REQUESTS = "longctx.requests"
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON, with the fields of its argument `extra={"fields": ...}`."""
+    """Formatter of a record as one line of JSON, with the fields of its argument `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -34,7 +34,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as a line of text, its fields as `name=value`; a value with a space or control character as JSON."""
+    """Formatter of a record as a line of text with `name=value`; values with a space or control character are JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [_utc(record.created), record.levelname.lower(), record.name, record.getMessage()]
@@ -44,7 +44,7 @@ class TextFormatter(logging.Formatter):
 
 
 def install(form: LogFormat, stream: TextIO) -> logging.Handler:
-    """Log what the library logs to a stream; `uninstall` takes the handler."""
+    """Send the library's log to a stream; return the handler, for `uninstall`."""
     if form not in ("text", "json"):
         raise ValueError(f'log_format must be "text" or "json", got {form!r}')
     handler = logging.StreamHandler(stream)
@@ -73,7 +73,7 @@ class RequestLog:
         self._logger.setLevel(logging.INFO)
 
     def note(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
+        """Note a completion that has ended."""
         outputs = self._outputs.setdefault(output.request_id, [])
         outputs.append(output)
         if len(outputs) == request.sampling.n:
@@ -87,7 +87,7 @@ class RequestLog:
 
 
 def request_fields(outputs: list[Output], request: Request) -> dict[str, Any]:
-    """What is logged of a request without showing it; durations are seconds."""
+    """Return the log's fields of a request, without its prompt; durations are seconds."""
     outputs.sort(key=lambda output: output.index)
     each, first = [output.metrics for output in outputs], outputs[0].metrics
     reasons = list(dict.fromkeys(output.finish_reason for output in outputs))

@@ -1,4 +1,4 @@
-"""`Observers`: all that watches a server: metrics, KV events, the log of requests, spans. Each is off by itself."""
+"""Observers of a server: metrics, KV events, the log of requests, and spans, each of which can be off."""
 
 import logging
 import sys
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What is observed, and who is told.
+    """Settings of the observers.
 
     Attributes:
       metrics_prefix: of the metrics that vLLM has too.
-      kv_events: endpoint of ZeroMQ at which events of the cache are published, which show prompts; None: nowhere.
-      kv_events_replay: endpoint at which missed ones can be asked for.
+      kv_events: endpoint of ZeroMQ for events of the cache, which show prompts; None: they are not published.
+      kv_events_replay: endpoint at which missed ones can be requested.
       kv_events_topic: their first frame.
-      log_format: "text" or "json"; None: nothing is logged that is no problem.
+      log_format: "text" or "json"; None: only problems are logged.
       log_prompts: whether the log of requests shows prompts and answers.
       otlp: address to which OpenTelemetry spans are sent; None: there are none.
 
@@ -54,14 +54,14 @@ class ObserverSettings:
 
 
 class Observers:
-    """Watches an engine's thread, which hands on what has ended, and never waits.
+    """Observers of an engine's thread, which hands on what has ended, and never waits.
 
     Args:
       stream: for the log; None: standard error.
 
     Attributes:
       metrics: of the server.
-      tracing: where spans are made, if they are.
+      tracing: makes spans; None: there are none.
 
     Raises:
       ValueError: a setting is out of range, or needs what is not installed.
@@ -93,7 +93,7 @@ class Observers:
             raise
 
     def close(self) -> None:
-        """Tell all that has been observed, and end."""
+        """Flush all observers, and end."""
         while self._closings:
             self._closings.pop(0)()
 
@@ -111,7 +111,7 @@ class Observers:
                 logger.warning("whoever reaches %s reads prompts: it is open to other hosts", address)
 
     def _hand_on(self, thread: EngineThread, note: Callable[[Output, Request], object]) -> None:
-        """Have a thread of its own note what ends: writing a line may take long."""
+        """Note what ends in a thread of its own: writing a line may take long."""
 
         def tell(output: Output, request: Request) -> None:
             try:

@@ -1,6 +1,6 @@
-"""What viewers of the page are told: steps, load and ended requests, in messages that are made once for all of them.
+"""Feed of the page: messages of steps, load and ended requests, which are made once for all viewers.
 
-The engine's thread and whoever sees completions end leave what they know in short bounded lists (`observe_step`,
+The observers of steps and of completions that end leave their reports in short bounded lists (`observe_step`,
 `observe_end`). While there are viewers, a task of the event loop turns what is new into one JSON message, at most
 every `interval` seconds. Viewers read from one buffer of messages; one that is slower than the buffer is long misses
 some, and costs nothing more. Messages hold no prompt and no answer: of a request its shortened id and counts.
@@ -19,8 +19,8 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 INTERVAL = 0.1  # seconds between two messages
-STEPS_KEPT = 240  # for who opens the page
-STEPS_TOLD = 40  # in one message, the latest
+STEPS_KEPT = 240  # for a new viewer
+STEPS_SENT = 40  # in one message, the latest
 OUTPUTS_KEPT = 60
 BUFFERED = 50  # messages
 MAX_VIEWERS = 64
@@ -30,7 +30,7 @@ ID_LENGTH = 12
 
 @runtime_checkable
 class Watched(Protocol):
-    """What the feed asks of an `EngineThread`."""
+    """Part of an `EngineThread` that the feed uses."""
 
     @property
     def load(self) -> Load: ...
@@ -39,11 +39,11 @@ class Watched(Protocol):
 
 
 class TooManyViewers(RuntimeError):
-    """There are `MAX_VIEWERS` already."""
+    """The feed has `MAX_VIEWERS` already."""
 
 
 def short_id(request_id: str) -> str:
-    """The beginning of an id, which is enough to tell requests apart, and too short to say much."""
+    """Return the beginning of an id: enough to tell requests apart, and too short to reveal it."""
     return request_id[:ID_LENGTH]
 
 
@@ -55,15 +55,15 @@ class PageFeed(ABC):
         self._lock = threading.Lock()  # held for a few list operations only
         self._outputs: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._num_outputs = 0
-        self._told_step, self._told_output = -1, 0
+        self._sent_step, self._sent_output = -1, 0
         self._messages: deque[tuple[int, str]] = deque(maxlen=BUFFERED)
         self._num_messages = 0
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.num_viewers = 0
 
     def observe_end(self, output: Output, request: Request) -> None:
-        """An observer of an engine's thread: a completion has ended."""
+        """Observe a completion that has ended."""
         with self._lock:
             self._num_outputs += 1
             self._outputs.append((self._num_outputs, output))
@@ -82,19 +82,19 @@ class PageFeed(ABC):
         try:
             if self._task is None:
                 self._skip_to_now()
-                self._news = asyncio.Event()
+                self._updated = asyncio.Event()
                 self._task = asyncio.create_task(self._publish())
             seen = self._num_messages
             yield self._message(-1, 0, STEPS_KEPT)
             while True:
-                news = self._news
+                updated = self._updated
                 for number, message in [message for message in self._messages if message[0] > seen]:
                     # Those that were dropped while the viewer took the last one are not for it any more.
                     if number >= self._messages[0][0]:
                         seen = number
                         yield message
                 if seen >= self._num_messages:
-                    await news.wait()
+                    await updated.wait()
         finally:
             self.num_viewers -= 1
             if self.num_viewers == 0 and self._task is not None:
@@ -104,55 +104,54 @@ class PageFeed(ABC):
     async def _publish(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
-            if self._has_news():
+            if self._has_updates():
                 self._num_messages += 1
-                message = self._message(self._told_step, self._told_output, STEPS_TOLD)
+                message = self._message(self._sent_step, self._sent_output, STEPS_SENT)
                 self._messages.append((self._num_messages, message))
                 self._skip_to_now()
-                self._news.set()  # wakes those that wait
-                self._news = asyncio.Event()
+                self._updated.set()  # wakes the viewers
+                self._updated = asyncio.Event()
 
     @abstractmethod
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         """Whether something has come since the last message."""
 
     @abstractmethod
     def _skip_to_now(self) -> None:
-        """All that has come has been told."""
+        """Note that all reports so far have been sent."""
 
     @abstractmethod
     def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
-        """A message of what came after a step and an output, in their order."""
+        """Return a message with all reports after a step and an output, in their order."""
 
 
 class EngineFeed(PageFeed):
-    """Of one engine; `observe_step` may be called in any thread, too."""
+    """Feed of one engine; `observe_step` may be called in any thread, too."""
 
     def __init__(self, thread: Watched, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._thread = thread
         self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
         self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
-        self._told_load: Load | None = None
+        self._sent_load: Load | None = None
 
     def observe_step(self, report: StepReport) -> None:
-        """An observer of an engine's thread."""
+        """Observe a step."""
         with self._lock:
             self._steps.append(report)
 
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         with self._lock:
-            is_newer = bool(self._steps) and self._steps[-1].metrics.number > self._told_step
-            return is_newer or self._num_outputs > self._told_output or self._thread.load is not self._told_load
+            is_newer = bool(self._steps) and self._steps[-1].metrics.number > self._sent_step
+            return is_newer or self._num_outputs > self._sent_output or self._thread.load is not self._sent_load
 
     def _skip_to_now(self) -> None:
         with self._lock:
             if self._steps:
-                self._told_step = self._steps[-1].metrics.number
-            self._told_output, self._told_load = self._num_outputs, self._thread.load
+                self._sent_step = self._steps[-1].metrics.number
+            self._sent_output, self._sent_load = self._num_outputs, self._thread.load
 
     def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
-        """A message of what came after a step and an output, in their order."""
         with self._lock:
             steps = [report for report in self._steps if report.metrics.number > after_step]
             outputs = [one for one in self._outputs if one[0] > after_output]
@@ -168,7 +167,7 @@ class EngineFeed(PageFeed):
         )
 
     def _progress(self, steps: Iterable[StepReport]) -> list[tuple[str, int, int]]:
-        """(id, tokens done, tokens) of prompts that are being read."""
+        """Return (id, tokens done, tokens) of prompts that are being read."""
         for report in steps:
             for request_id, _, decodes in report.metrics.rows:
                 if not decodes and len(self._reading) < MAX_READING:
@@ -213,7 +212,7 @@ def _step(report: StepReport) -> dict[str, Any]:
 
 
 def describe_output(number: int, output: Output) -> dict[str, Any]:
-    """A completion that has ended, as JSON."""
+    """Return a completion that has ended, as JSON."""
     metrics = output.metrics
     return {
         "number": number,

@@ -1,4 +1,4 @@
-"""`Server`: an engine in its thread, and what the app's routes share. It has no HTTP in it."""
+"""Server of one engine, which runs in a thread: the state that the app's routes share, without HTTP."""
 
 import asyncio
 import logging
@@ -44,8 +44,8 @@ class Server(Frontend):
       limits: of admission. None: the default ones.
       chat_template: instead of the tokenizer's own.
       warm_up: is called with the engine before the first request, in another thread than the event loop's.
-      observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
-      make_transfers: makes what moves requests between this engine and others. None: they stay where they are.
+      observers: settings of metrics, events, logs and spans. None: metrics with names of our own alone.
+      make_transfers: makes the transfers of requests between this engine and others. None: requests stay.
 
     Attributes:
       instance: another one whenever a server starts.
@@ -116,11 +116,11 @@ class Server(Frontend):
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids that clients sent with those requests that have not ended."""
+        """Ids that clients sent with those requests that have not ended."""
         return [call.shown_id for call in self.calls.values()]
 
     def set_draining(self, is_draining: bool) -> None:
-        """Take no new requests from now on, or take some again. ApiError: the server shuts down."""
+        """Take no new requests from now on, or take some again; raise ApiError if the server shuts down."""
         if self.thread.is_draining and not is_draining:
             raise ApiError(409, "the server is shutting down", "drain", "shutting_down")
         self.is_draining = is_draining

@@ -131,7 +131,7 @@ _NO_TRANSFERS = "this server moves no requests: engines do that are started with
 def begin_transfer(
     transfers: Transfers | None, call: ParsedCall, headers: Mapping[str, str], is_admin: bool
 ) -> tuple[ParsedCall, Received | None]:
-    """Return a call as the engine gets it: with a lease if another engine decodes, and what another one computes for it.
+    """Return a call as the engine gets it: with a lease if another engine decodes, and what it receives.
 
     Args:
       headers: of the request.

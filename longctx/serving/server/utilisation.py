@@ -1,6 +1,6 @@
-"""How much of the devices' arithmetic and memory bandwidth steps use: MFU and MBU.
+"""Utilisation of the devices' arithmetic and memory bandwidth: MFU and MBU.
 
-Counted is what the model needs, whatever the devices do besides (padding, replicated rows): two operations for each
+Only work that the model needs counts, without padding and replicated rows: two operations for each
 weight and row, four for each pair of a query's and a key's element; and the bytes of all weights, once a step on each
 context rank, and of the keys and values attended to, once a chunk.
 
@@ -21,14 +21,14 @@ from longctx.serving.predictor.roofline import data_sheet
 
 
 class Peak(NamedTuple):
-    """What all devices together could do: FLOP/s and bytes/s."""
+    """Peak of all devices together: FLOP/s and bytes/s."""
 
     flops: float
     bandwidth: float
 
     @classmethod
     def of(cls, engine: Engine) -> "Peak | None":
-        """By the data sheet of an engine's devices; None if there is none."""
+        """Return the peak of an engine's devices by their data sheet; None if there is none."""
         mesh = engine.mesh
         sheet = None if mesh is None else data_sheet(mesh.devices.flat[0])
         if mesh is None or sheet is None:
@@ -54,7 +54,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, engine: Engine) -> "ModelCost":
-        """Of an engine's model; where it has no weights, as with an executor that simulates, they count nothing."""
+        """Return the cost of an engine's model; weights count nothing where an executor simulates and has none."""
         params: Params | None = getattr(getattr(engine._executor, "runner", None), "params", None)
         kv_dtype = engine.config.kv_dtype
         if params is None:
@@ -63,7 +63,7 @@ class ModelCost:
         return cls(engine.model.config, sum(map(_bytes, leaves)), params["embed"].dtype.itemsize, kv_dtype)
 
     def flops(self, step: StepMetrics) -> float:
-        """Operations of a step."""
+        """Return the operations of a step."""
         rows, pairs = step.decodes, step.decode_keys
         for start, count in step.chunks:
             rows += count
@@ -71,11 +71,11 @@ class ModelCost:
         return self._per_row * rows + self._per_sample * step.samples + self._per_pair * pairs
 
     def bytes(self, step: StepMetrics) -> float:
-        """Bytes that a step reads."""
+        """Return the bytes that a step reads."""
         keys = step.decode_keys + sum(start + count for start, count in step.chunks)
         return self._weight_bytes + self._per_key * keys
 
 
 def _bytes(x: jax.Array) -> int:
-    """Of an array, on all devices together."""
+    """Return the bytes of an array on all devices together."""
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.device_set)

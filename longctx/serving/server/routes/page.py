@@ -1,13 +1,13 @@
-"""The page at `/`: static files of the package, and what they ask for.
+"""Page at `/`: static files of the package, and the routes that they use.
 
     GET /                page/index.html
     GET /page/static/NAME  a file of `page/`, by its name in a list that is read once
-    GET /page/model        what the page has to know of the model
+    GET /page/model        the model, as the page shows it
     GET /page/example      a document and questions that the built-in model answers
-    GET /page/events       server-sent events of what the scheduler does, see `page_feed`
+    GET /page/events       server-sent events of the scheduler's steps, see `page_feed`
 
-`/` and the files need no API key, as a browser sends none when it opens a page (`gate.OPEN_PREFIXES`); they hold
-nothing of anybody. The rest needs one, where there are keys.
+`/` and the files need no API key, as a browser sends none when it opens a page (`auth.OPEN_PREFIXES`); they hold
+no data. The rest needs one, where there are keys.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ EXAMPLES = {"book": (16_384, 4, 1), "note": (1_024, 4, 2)}  # bytes, facts, seed
 
 
 class File(NamedTuple):
-    """A static file as it is sent."""
+    """Static file as it is sent."""
 
     content: bytes
     media_type: str
@@ -56,7 +56,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class PageModel:
-    """What the page has to know of the model.
+    """Model as the page shows it.
 
     Attributes:
       has_chat: whether it has a chat template.
@@ -72,7 +72,7 @@ class PageModel:
 
 
 def read_files() -> dict[str, File]:
-    """The page's files by their names."""
+    """Return the page's files by their names."""
     files = {}
     for path in sorted(DIRECTORY.iterdir()):
         if path.suffix in TYPES:
@@ -84,13 +84,13 @@ def read_files() -> dict[str, File]:
 
 @cache
 def example_document(kind: str) -> passkey.Document:
-    """One of `EXAMPLES`."""
+    """Return one of `EXAMPLES`."""
     size, facts, seed = EXAMPLES[kind]
     return passkey.make_document(size, facts, seed)
 
 
 class _Events(EventSourceResponse):
-    """Closes the connection of a viewer that takes nothing."""
+    """Event stream that closes the connection of a viewer which reads nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(SendTimeoutError):
@@ -98,7 +98,7 @@ class _Events(EventSourceResponse):
 
 
 def page_router(server: Server) -> APIRouter:
-    """The page of a server, whose engine's thread it watches from now on."""
+    """Return the page's routes for a server, whose engine's thread it watches from now on."""
     engine = server.engine
     is_builtin = engine.model.config == read_model(TINY)[0].config
     model = PageModel(server.model_name, server.chat_format.has_template, engine.max_length, is_builtin)
@@ -109,7 +109,7 @@ def page_router(server: Server) -> APIRouter:
 
 
 def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
-    """The routes of the page."""
+    """Return the routes of the page."""
     router = APIRouter(include_in_schema=False)
     files = read_files()
 
