@@ -24,8 +24,7 @@ from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server.caches import Caches
-from longctx.serving.server.metrics import ServerMetrics
-from longctx.serving.server.utilisation import Peak
+from longctx.serving.server.metrics import Peak, ServerMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/longctx.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

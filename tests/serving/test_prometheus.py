@@ -19,9 +19,8 @@ from longctx.serving.engine.admission_control import AdmissionControl, Admission
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
-from longctx.serving.server import utilisation
-from longctx.serving.server.metrics import ServerMetrics
-from longctx.serving.server.utilisation import ModelCost
+from longctx.serving.server import metrics as server_metrics
+from longctx.serving.server.metrics import ModelCost, ServerMetrics
 
 # The metrics, types and labels of vLLM that dashboards, llm-d and the gateway API's inference extension read.
 VLLM = {
@@ -244,7 +243,7 @@ def test_estimated_operations_agree_with_those_that_xla_counts() -> None:
 
 def test_utilisation_is_shown_where_the_devices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = Hardware(1e9, 1e9, memory_bandwidth=1e9)
-    monkeypatch.setattr(utilisation, "data_sheet", lambda device: sheet)
+    monkeypatch.setattr(server_metrics, "data_sheet", lambda device: sheet)
     engine = make_dense_engine()
     thread = EngineThread(engine)
     metrics = ServerMetrics("vllm", thread, "m")

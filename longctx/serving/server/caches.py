@@ -36,7 +36,7 @@ class CachePages(Struct):
 
 
 class CacheAnswer(Struct):
-    """Cache as clients see it. `status`: `"reading"`, `"ready"` or `"failed"`; `read_tokens`: computed ones of `tokens`."""
+    """Cache as clients see it, with `status` `"reading"`, `"ready"` or `"failed"`."""
 
     id: str
     model: str
