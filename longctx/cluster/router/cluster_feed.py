@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from longctx.cluster.conductor.instance import TIERS
-from longctx.serving.server.page_feed import PageFeed, describe_output
+from longctx.serving.server.page_feed import PageFeed
 
 if TYPE_CHECKING:
     from longctx.cluster.router.server import RouterServer
@@ -22,14 +22,8 @@ class ClusterFeed(PageFeed):
         super().__init__(interval)
         self._server = server
 
-    def _has_updates(self) -> bool:
-        return True
-
-    def _skip_to_now(self) -> None:
-        self._told_output = self._num_outputs
-
-    def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
-        """A message of how things are, and of what has ended after an output."""
+    def _message(self, is_first: bool) -> str:
+        """Return a message of the present state, and of the completions that have ended."""
         server = self._server
         running = server.cluster.num_running
         instances = [*self._instances()]
@@ -46,10 +40,7 @@ class ClusterFeed(PageFeed):
             name: round(value, 3) if math.isfinite(value) else None
             for name, value in server.conductor.loads(server.now())._asdict().items()
         }
-        with self._lock:
-            outputs = [one for one in self._outputs if one[0] > after_output]
-        ended = [describe_output(number, output) for number, output in outputs]
-        message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": ended}
+        message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": self._ended(is_first)}
         return json.dumps(message | {"instances": instances, "pools": pools}, separators=(",", ":"))
 
     def _instances(self) -> Iterable[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Page at `/`: static files of the package, and the routes that they use.
 
     GET /                page/index.html
-    GET /page/static/NAME  a file of `page/`, by its name in a list that is read once
+    GET /page/static/NAME  a file of `page/`
     GET /page/model        the model, as the page shows it
     GET /page/example      a document and questions that the built-in model answers
     GET /page/events       server-sent events of the scheduler's steps, see `page_feed`
@@ -10,16 +10,17 @@
 no data. The rest needs one, where there are keys.
 """
 
-import hashlib
+import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from longctx.models import passkey
@@ -29,7 +30,7 @@ from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed, PageFeed, 
 from longctx.serving.server.server import Server
 
 DIRECTORY = Path(__file__).parent.with_name("page")
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+mimetypes.add_type("text/javascript", ".js")  # Python 3.11 says application/javascript
 # Scripts and styles come from the page's own files alone, and text never becomes markup (trusted types).
 POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -46,12 +47,13 @@ SEND_TIMEOUT = 30.0  # seconds for which a viewer may take nothing
 EXAMPLES = {"book": (16_384, 4, 1), "note": (1_024, 4, 2)}  # bytes, facts, seed
 
 
-class File(NamedTuple):
-    """Static file as it is sent."""
+class PageFiles(StaticFiles):
+    """Static files of the page, with headers that let them run nothing else."""
 
-    content: bytes
-    media_type: str
-    tag: str
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,6 @@ class PageModel:
     max_length: int
     is_builtin: bool
     is_cluster: bool = False
-
-
-def read_files() -> dict[str, File]:
-    """Return the page's files by their names."""
-    files = {}
-    for path in sorted(DIRECTORY.iterdir()):
-        if path.suffix in TYPES:
-            content = path.read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[path.name] = File(content, TYPES[path.suffix], tag)
-    return files
 
 
 @cache
@@ -111,24 +102,15 @@ def page_router(server: Server) -> APIRouter:
 def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
     """Return the routes of the page."""
     router = APIRouter(include_in_schema=False)
-    files = read_files()
-
-    def send(name: str, request: Request) -> Response:
-        file = files.get(name)
-        if file is None:
-            raise HTTPException(404, f"the page has no file {name!r}")
-        headers = HEADERS | {"etag": file.tag}
-        if request.headers.get("if-none-match") == file.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, media_type=file.media_type, headers=headers)
+    files = PageFiles(directory=DIRECTORY)
 
     @router.get("/")
     async def index(request: Request) -> Response:
-        return send("index.html", request)
+        return await files.get_response("index.html", request.scope)
 
     @router.get("/page/static/{name}")
     async def static(name: str, request: Request) -> Response:
-        return send(name, request)
+        return await files.get_response(name, request.scope)
 
     @router.get("/page/model")
     async def about() -> PageModel:
