@@ -27,7 +27,7 @@ from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
-from longctx.serving.server.request_parser import ChatFormat, RequestParser, RequestRules
+from longctx.serving.server.request_parser import ChatFormat, RequestParser
 from longctx.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,17 @@ class RouterServer(Frontend):
         settings, router = settings or ServerSettings(), router or RouterSettings()
         max_length = config.longest_sequence(model.max_positions)
         page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
-        rules = RequestRules.of(settings, model_names, config, max_length, model.vocab_size, config.slo.tpot)
-        processor = InputProcessor(model, config, max_length, tokenizer, page_hash)
-        super().__init__(RequestParser(processor, tokenizer, ChatFormat(tokenizer, chat_template), rules), settings)
+        parser = RequestParser(
+            InputProcessor(model, config, max_length, tokenizer, page_hash),
+            ChatFormat(tokenizer, chat_template),
+            model_names,
+            settings,
+            config,
+            max_length,
+            model.vocab_size,
+            config.slo.tpot,
+        )
+        super().__init__(parser, settings)
         self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
         self.index = PrefixIndex()
         self.audit = audit

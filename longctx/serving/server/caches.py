@@ -19,7 +19,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.request.output import Event
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.frontend import refusal
+from longctx.serving.server.frontend import refusals_answered
 from longctx.serving.server.request_parser import Document, Prefix
 
 _MOST_CACHES = 1000  # of a tenant
@@ -96,9 +96,7 @@ class Caches:
         self._thread, self._model_name, self._quota, self._max_ttl = thread, model_name, quota, max_ttl
         store = thread.engine.pages.store
         self._store = store if isinstance(store, TieredStore) else None
-        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(
-            dict
-        )  # by tenant, who has no access to those of others
+        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(dict)  # by tenant
 
     def create(self, tenant: str, document: Document) -> CacheAnswer:
         """Begin to read a document, and keep its pages.
@@ -112,15 +110,13 @@ class Caches:
         loop = asyncio.get_running_loop()
         self._thread.engine.pages.pin(cache.keys, document.ttl)
         try:
-            cache.request_id = self._thread.submit(
-                document.prepared, lambda events: loop.call_soon_threadsafe(self._note, cache, events)
-            )
-        except BaseException as error:
+            with refusals_answered():
+                cache.request_id = self._thread.submit(
+                    document.prepared, lambda events: loop.call_soon_threadsafe(self._note, cache, events)
+                )
+        except BaseException:
             self._unpin(cache)
-            answer = refusal(error)
-            if answer is None:
-                raise
-            raise answer from error
+            raise
         self._caches[tenant][cache_id] = cache
         cache.timer = loop.call_later(document.ttl, self._remove, tenant, cache)
         return self._answer(cache)
@@ -225,7 +221,7 @@ class Caches:
         read = len(prepared.tokens) if cache.status == "ready" else 0
         if cache.status == "reading":
             try:
-                read, _ = self._thread.progress(cache.request_id)
+                read, _ = self._thread.engine.progress(cache.request_id)
             except KeyError:  # it ends just now
                 read = len(prepared.tokens)
         return CacheAnswer(

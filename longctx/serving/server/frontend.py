@@ -4,8 +4,9 @@ A frontend parses calls, holds the active ones, and ends them. A `Backend` compu
 """
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from starlette.responses import StreamingResponse
@@ -45,7 +46,7 @@ class Frontend(ABC):
     """Serves calls to the app of one event loop.
 
     Args:
-      parser: of calls; its rules have the names and sizes of the model.
+      parser: of calls; it has the names and sizes of the model.
 
     Attributes:
       backend: computes requests. A subclass sets it.
@@ -62,9 +63,8 @@ class Frontend(ABC):
     transfers: Transfers | None = None
 
     def __init__(self, parser: RequestParser, settings: ServerSettings) -> None:
-        rules = parser.rules
-        self.settings, self.model_names, self.model_name = settings, rules.names, rules.names[0]
-        self.max_length, self.vocab_size = rules.max_length, rules.vocab_size
+        self.settings, self.model_names, self.model_name = settings, parser.names, parser.names[0]
+        self.max_length, self.vocab_size = parser.max_length, parser.vocab_size
         self.tokenizer, self.chat_format = parser.tokenizer, parser.chat_format
         self.token_bytes = TokenBytes(parser.tokenizer)
         self.preparer = Preparer(parser, settings.prepare_processes)
@@ -259,17 +259,15 @@ class ActiveCall:
         if count > server.max_waiting:  # it could never be admitted whole
             raise ApiError(400, f"the prompts ask for {count:,} completions, and {server.max_waiting:,} may wait", "n")
         try:
-            for number, prepared in enumerate(call.requests):
-                sink = server.dispatcher.sink(self.stream, number, is_whole=not call.body.stream)
-                request_id = server.backend.submit(prepared, sink, arrival, received)
-                self.submitted.append(request_id)
-                self._open[number] = request_id, set(range(prepared.request.sampling.n))
-        except BaseException as error:
+            with refusals_answered():
+                for number, prepared in enumerate(call.requests):
+                    sink = server.dispatcher.sink(self.stream, number, is_whole=not call.body.stream)
+                    request_id = server.backend.submit(prepared, sink, arrival, received)
+                    self.submitted.append(request_id)
+                    self._open[number] = request_id, set(range(prepared.request.sampling.n))
+        except BaseException:
             self.close()
-            answer = refusal(error)
-            if answer is None:
-                raise
-            raise answer from error
+            raise
 
     @property
     def request_ids(self) -> list[str]:
@@ -348,16 +346,20 @@ class CallStream(StreamingResponse):
             self._server.end_call(self._call_id)
 
 
-def refusal(error: BaseException) -> ApiError | None:
-    """Return the answer to an error of `EngineThread.submit`; None: it is no answer to a client."""
-    if isinstance(error, Refused):
+@contextlib.contextmanager
+def refusals_answered() -> Iterator[None]:
+    """Raise ApiError for the errors of `EngineThread.submit`."""
+    try:
+        yield
+    except Refused as error:
         dropped: dict[str, str] = {DROPPED: error.reason}
         if error.reason == "draining":
             dropped["connection"] = "close"
-            return ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
-        return ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
-    if isinstance(error, TypeError | ValueError):
-        return not_servable(error)
-    if isinstance(error, RuntimeError):
-        return ApiError(500, str(error), code="engine_error")
-    return None
+            answer = ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
+        else:
+            answer = ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
+        raise answer from error
+    except (TypeError, ValueError) as error:
+        raise not_servable(error) from error
+    except RuntimeError as error:
+        raise ApiError(500, str(error), code="engine_error") from error

@@ -34,7 +34,7 @@ Kind = Literal["completions", "chat", "tokenize", "detokenize", "cache"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-_NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
+_NO_TARGET = 1e9  # seconds
 _RESERVED = frozenset({"messages", "add_generation_prompt", "special_tokens"})
 
 
@@ -162,64 +162,36 @@ class ParsedCall(NamedTuple):
         return self.copies * self.requests[0].request.sampling.n
 
 
-@dataclass(frozen=True)
-class RequestRules:
-    """Limits and defaults of calls.
-
-    Attributes:
-      names: of the model; a request that names another one is refused.
-      max_length: tokens of prompt and answer.
-      max_choices: of one prompt, copies of a greedy one too.
-      min_tpot: seconds.
-      has_sessions: whether the engine keeps pages for the next turn of a conversation.
-    """
-
-    names: tuple[str, ...]
-    max_length: int
-    vocab_size: int
-    default_max_tokens: int
-    max_prompts: int
-    max_priority: int
-    max_choices: int
-    min_tpot: float
-    has_sessions: bool
-
-    @classmethod
-    def of(
-        cls,
-        settings: ServerSettings,
-        names: tuple[str, ...],
-        config: EngineConfig,
-        max_length: int,
-        vocab_size: int,
-        tpot: float | None,
-    ) -> "RequestRules":
-        """Return the rules of a server whose engines have a configuration, and a TPOT target in seconds or None."""
-        least = tpot if settings.min_tpot is None else settings.min_tpot
-        return cls(
-            names,
-            max_length,
-            vocab_size,
-            settings.default_max_tokens,
-            settings.max_prompts,
-            settings.max_priority,
-            config.max_running,
-            _NO_TARGET if least is None else least,
-            config.prefix_cache,
-        )
-
-
 class RequestParser:
     """Checks, tokenises and hashes. It has no state, and travels to processes.
 
     Its methods raise ApiError, TypeError or ValueError for an error of the client: call them through `parse_body`.
+
+    Args:
+      names: of the model; a request that names another one is refused.
+      settings: limits and defaults of requests.
+      config: of the engines.
+      max_length: tokens of prompt and answer.
+      tpot: the engines' TPOT target in seconds; None: they have none, and neither have requests.
     """
 
     def __init__(
-        self, input_processor: InputProcessor, tokenizer: Tokenizer, chat_format: ChatFormat, rules: RequestRules
+        self,
+        input_processor: InputProcessor,
+        chat_format: ChatFormat,
+        names: tuple[str, ...],
+        settings: ServerSettings,
+        config: EngineConfig,
+        max_length: int,
+        vocab_size: int,
+        tpot: float | None,
     ) -> None:
-        self._input_processor, self.tokenizer = input_processor, tokenizer
-        self.chat_format, self.rules = chat_format, rules
+        self._input_processor, self.chat_format, self.tokenizer = input_processor, chat_format, chat_format.tokenizer
+        self.names, self.max_length, self.vocab_size = names, max_length, vocab_size
+        self._settings = dataclasses.replace(settings, api_keys=(), admin_keys=())
+        self._max_choices, self._has_sessions = config.max_running, config.prefix_cache
+        least = tpot if settings.min_tpot is None else settings.min_tpot
+        self._min_tpot = _NO_TARGET if least is None else least
 
     def completions(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/completions`."""
@@ -227,8 +199,8 @@ class RequestParser:
         self._check_model(fields.model)
         before = _check_prefix(fields, origin.prefix)
         prompts = _prompts(fields)
-        if len(prompts) > self.rules.max_prompts:
-            message = f"prompt must be at most {self.rules.max_prompts} prompts, got {len(prompts)}"
+        if len(prompts) > self._settings.max_prompts:
+            message = f"prompt must be at most {self._settings.max_prompts} prompts, got {len(prompts)}"
             raise ApiError(400, message, "prompt")
         more = {} if not fields.echo else {"prompt_logprobs": fields.logprobs}
         special = fields.add_special_tokens is not False and before is None
@@ -258,7 +230,7 @@ class RequestParser:
             fields = fields.model_copy(update={"messages": [*before.messages, *fields.messages]})
         tokens = self.chat_format.tokens(fields)
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        max_tokens = self._max_tokens(wanted, self.rules.default_max_tokens, len(tokens))
+        max_tokens = self._max_tokens(wanted, self._settings.default_max_tokens, len(tokens))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop)
         return self._prepare(fields, {"messages": []}, [tokens], [sampling], origin, [])
@@ -292,12 +264,12 @@ class RequestParser:
     def detokenize(self, body: bytes, origin: Origin) -> str:
         """Parse a body of `/detokenize`: return the text."""
         tokens = parse_fields(DetokenizeBody, body).tokens
-        if tokens and max(tokens) >= self.rules.vocab_size:
-            raise ApiError(400, f"tokens must be below {self.rules.vocab_size}, got {max(tokens)}", "tokens")
+        if tokens and max(tokens) >= self.vocab_size:
+            raise ApiError(400, f"tokens must be below {self.vocab_size}, got {max(tokens)}", "tokens")
         return self.tokenizer.decode(tokens)
 
     def _check_model(self, name: str | None) -> None:
-        if name and name not in self.rules.names:
+        if name and name not in self.names:
             raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
     def _encode(self, prompt: str | Sequence[int], special: bool) -> np.ndarray:
@@ -305,7 +277,7 @@ class RequestParser:
 
     def _max_tokens(self, wanted: int | None, default: int, num_prompt: int) -> int:
         """Return what is asked for; by default as much as there is room for, which the engine checks."""
-        return max(1, min(default, self.rules.max_length - num_prompt)) if wanted is None else wanted
+        return max(1, min(default, self.max_length - num_prompt)) if wanted is None else wanted
 
     def _prepare(
         self,
@@ -317,8 +289,8 @@ class RequestParser:
         texts: list[str],
     ) -> ParsedCall:
         copies = fields.num_choices if fields.is_greedy else 1
-        if copies > self.rules.max_choices:  # of sampled ones, the engine checks how many there are
-            raise ApiError(400, f"n must be at most {self.rules.max_choices}, got {copies}", "n")
+        if copies > self._max_choices:  # of sampled ones, the engine checks how many there are
+            raise ApiError(400, f"n must be at most {self._max_choices}, got {copies}", "n")
         requests = []
         for number, (ids, sampling) in enumerate(zip(tokens, samplings, strict=True)):
             request = self._request(fields, ids, sampling, origin, None if len(tokens) == 1 else number)
@@ -339,12 +311,12 @@ class RequestParser:
             cast(Sequence[int], ids),  # an array is a sequence in all but name
             sampling,
             request_id,
-            session_id=fields.prompt_cache_key if self.rules.has_sessions and number is None else None,
+            session_id=fields.prompt_cache_key if self._has_sessions and number is None else None,
             tenant=origin.tenant,
             cache_salt=fields.cache_salt or "",
             ttft_deadline=ttft,
-            tpot_target=None if tpot is None else max(tpot, self.rules.min_tpot),
-            priority=min(max(fields.priority or 0, 0), self.rules.max_priority),
+            tpot_target=None if tpot is None else max(tpot, self._min_tpot),
+            priority=min(max(fields.priority or 0, 0), self._settings.max_priority),
         )
 
 

@@ -24,7 +24,6 @@ from longctx.serving.server.request_parser import (
     Origin,
     ParsedCall,
     RequestParser,
-    RequestRules,
     cache_named,
 )
 from longctx.serving.server.settings import ServerSettings
@@ -68,11 +67,17 @@ class Server(Frontend):
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
         settings = settings or ServerSettings()
-        tpot = engine.config.slo.per_token(engine.plan.stage).tpot
-        vocab_size = engine.model.config.vocab_size
-        rules = RequestRules.of(settings, model_names, engine.config, engine.max_length, vocab_size, tpot)
-        chat_format = ChatFormat(engine.tokenizer, chat_template)
-        super().__init__(RequestParser(engine.input_processor, engine.tokenizer, chat_format, rules), settings)
+        parser = RequestParser(
+            engine.input_processor,
+            ChatFormat(engine.tokenizer, chat_template),
+            model_names,
+            settings,
+            engine.config,
+            engine.max_length,
+            engine.model.config.vocab_size,
+            engine.config.slo.per_token(engine.plan.stage).tpot,
+        )
+        super().__init__(parser, settings)
         self.engine, self.instance = engine, secrets.token_hex(8)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
         self.backend, self.max_waiting = self.thread, self.thread.control.limits.max_waiting

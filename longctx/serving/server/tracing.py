@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longctx import __version__, extras
-from longctx.serving.request.output import Metrics, Output
+from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 _PARENTS = 10_000  # traces of requests that are remembered: more than there ever are at a time
@@ -99,20 +99,14 @@ class Tracing:
             "gen_ai.usage.input_tokens": metrics.prompt_tokens,
             "gen_ai.usage.output_tokens": metrics.output_tokens,
             "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
+            # Seconds, by vLLM's names.
+            "gen_ai.latency.time_to_first_token": metrics.ttft,
+            "gen_ai.latency.time_in_queue": None if metrics.admitted is None else metrics.admitted - metrics.arrival,
+            "gen_ai.latency.e2e": None if metrics.finished is None else metrics.finished - metrics.arrival,
             "longctx.completion": output.index,
             "longctx.preemptions": metrics.preemptions,
         }
-        return attributes | _latencies(metrics)
-
-
-def _latencies(metrics: Metrics) -> dict[str, float]:
-    """Return the known seconds, by vLLM's names."""
-    latencies = {
-        "gen_ai.latency.time_to_first_token": metrics.ttft,
-        "gen_ai.latency.time_in_queue": None if metrics.admitted is None else metrics.admitted - metrics.arrival,
-        "gen_ai.latency.e2e": None if metrics.finished is None else metrics.finished - metrics.arrival,
-    }
-    return {name: seconds for name, seconds in latencies.items() if seconds is not None}
+        return {name: value for name, value in attributes.items() if value is not None}
 
 
 def otlp_exporter(endpoint: str) -> Any:
