@@ -106,7 +106,7 @@ Choice = CompletionChoice | ChatChoice | DeltaChoice
 
 
 class Answer(Struct):
-    """A whole answer, or a chunk of one."""
+    """Whole answer, or a chunk of one."""
 
     id: str
     object: str
@@ -115,7 +115,6 @@ class Answer(Struct):
     choices: list[Choice] | list[Any]
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -252,6 +251,8 @@ class ResponseWriter(ABC):
 
 
 class ChatWriter(ResponseWriter):
+    """Writer of `/v1/chat/completions`."""
+
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
@@ -278,6 +279,8 @@ class ChatWriter(ResponseWriter):
 
 
 class CompletionWriter(ResponseWriter):
+    """Writer of `/v1/completions`."""
+
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
@@ -342,7 +345,7 @@ class CompletionWriter(ResponseWriter):
         yield from super().end()
 
     def _kept(self, tokens: Sequence) -> Sequence:
-        """Return none, if the engine made one because it makes at least one."""
+        """Return no tokens, if the client asked for none: the engine makes at least one."""
         return tokens if self._keeps else tokens[:0]
 
     def _note_prompt(self, number: int, index: int, output: Output) -> None:

@@ -4,7 +4,7 @@ Ranges of numbers that `SamplingParams` and `Request` check are not repeated her
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -277,7 +277,6 @@ _TRIVIAL = {"best_of": 1, "suffix": ""}
 
 _NO_TOOLS = "tools are not there: models of this server answer in text"
 _TEXT_ALONE = "only text goes in and out"
-_MAX_MESSAGES = 4096
 
 
 class TextPart(Body):
@@ -307,10 +306,13 @@ class Message(Body):
         return self.content or ""
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
 class ChatFields(Body):
     """Fields that the chat template renders; `chat_template_kwargs` are variables of it."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[Any, refuse(_NO_TOOLS)] = None
@@ -358,21 +360,25 @@ class ChatBody(GenerationBody, ChatFields):
 BlockHash = Annotated[int, Field(ge=0, lt=2**64)]
 
 
-class TokenizeBody(Body):
-    """Either `prompt`, or `messages` of a chat."""
-
+class _PromptOrMessages(Body):
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    prompt: Any = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> "TokenizeBody":
+    def _one_of_two(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt or messages must be there, and not both")
         return self
+
+
+class TokenizeBody(_PromptOrMessages):
+    """Either `prompt`, or `messages` of a chat."""
+
+    prompt: str | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -416,20 +422,11 @@ class SwapBody(Body):
     tier: Literal["device", "host"]
 
 
-class CacheBody(Body):
+class CacheBody(_PromptOrMessages):
     """A document, which is the beginning of prompts: `prompt` (a text or token ids), or `messages` of a chat.
 
     `ttl`: seconds for which its pages are kept.
     """
 
-    model: str | None = None
     prompt: Annotated[str | TokenIds, Field(union_mode="left_to_right")] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
     ttl: float = Field(3600.0, gt=0, le=1e9)
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> "CacheBody":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages must be there, and not both")
-        return self
