@@ -1,5 +1,6 @@
 """Observers of a server: metrics, KV events, the log of requests, and spans, each of which can be off."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -73,34 +74,34 @@ class Observers:
         self.metrics = ServerMetrics(settings.metrics_prefix, thread, model_name)
         self.tracing: tracing.Tracing | None = None
         self.kv_events: dict[str, str | None] | None = None  # where they are published
-        self._closings: list[Callable[[], object]] = []
         self._worker = ThreadPoolExecutor(1, "longctx-observers")
-        self._closings.append(self._worker.shutdown)
-        try:
-            if settings.kv_events is not None:
-                self._publish_kv_events(thread, settings, settings.kv_events)
+        with contextlib.ExitStack() as closings:  # events end first, then the worker, then what it writes to
+            notes: list[Callable[[Output, Request], object]] = []
+            if settings.log_format is not None:
+                closings.callback(logs.uninstall, logs.install(settings.log_format, stream or sys.stderr))
+                notes.append(logs.RequestLog(settings.log_prompts).note)
             if settings.otlp is not None:
                 exporter = tracing.otlp_exporter(settings.otlp)
                 self.tracing = tracing.Tracing(exporter, model_name, thread.engine.now)
-                self._closings.append(self.tracing.close)
-                self._hand_on(thread, self.tracing.note)
-            if settings.log_format is not None:
-                handler = logs.install(settings.log_format, stream or sys.stderr)
-                self._closings.append(lambda: logs.uninstall(handler))
-                self._hand_on(thread, logs.RequestLog(settings.log_prompts).note)
-        except BaseException:
-            self.close()
-            raise
+                closings.callback(self.tracing.close)
+                notes.append(self.tracing.note)
+            closings.callback(self._worker.shutdown)
+            for note in notes:
+                self._hand_on(thread, note)
+            if settings.kv_events is not None:
+                self._publish_kv_events(thread, settings, settings.kv_events, closings)
+            self._closings = closings.pop_all()
 
     def close(self) -> None:
         """Flush all observers, and end."""
-        while self._closings:
-            self._closings.pop(0)()
+        self._closings.close()
 
-    def _publish_kv_events(self, thread: EngineThread, settings: ObserverSettings, endpoint: str) -> None:
+    def _publish_kv_events(
+        self, thread: EngineThread, settings: ObserverSettings, endpoint: str, closings: contextlib.ExitStack
+    ) -> None:
         publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic, KvSnapshot())
-        self._closings.append(publisher.close)
-        self._closings.insert(0, KvEvents(thread, publisher.publish).close)
+        closings.callback(publisher.close)
+        closings.callback(KvEvents(thread, publisher.publish).close)
         self.kv_events = {
             "endpoint": publisher.endpoint,
             "replay": publisher.replay_endpoint,

@@ -49,60 +49,34 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
-class TopLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
 class ChatLogprob(Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[TopLogprob]
+    top_logprobs: "list[ChatLogprob] | UnsetType" = UNSET
 
 
 class ChatLogprobs(Struct):
     content: list[ChatLogprob]
 
 
-class CompletionChoice(Struct):
+class Message(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(Struct):
+    """Choice with its `text` (completions), its `message` (chats), or what a chunk adds to that (`delta`)."""
+
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
+    text: str | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    delta: Message | UnsetType = UNSET
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Message(Struct):
-    role: str
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(Struct):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class Delta(Struct):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class DeltaChoice(Struct):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-Choice = CompletionChoice | ChatChoice | DeltaChoice
 
 
 class Answer(Struct):
@@ -112,7 +86,7 @@ class Answer(Struct):
     object: str
     created: int
     model: str
-    choices: list[Choice] | list[Any]
+    choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
@@ -125,7 +99,7 @@ def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iter
         top = []
         for other, value in logprob.top:
             its = token_bytes.of(other)
-            top.append(TopLogprob(token_text(its), max(value, _LEAST), list(its)))
+            top.append(ChatLogprob(token_text(its), max(value, _LEAST), list(its)))
         content.append(ChatLogprob(token_text(own), max(logprob.logprob, _LEAST), list(own), top))
     return ChatLogprobs(content)
 
@@ -259,23 +233,24 @@ class ChatWriter(ResponseWriter):
         super().__init__(call, call_id, model, token_bytes)
         self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
 
-    def _choice(self, choice: int, number: int, output: Output) -> ChatChoice:
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = chat_logprobs(self._bytes, output.token_ids, output.logprobs or ())
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
+        logprobs = self._logprobs(output.token_ids, output.logprobs or ())
         tokens = output.token_ids if self._gives_tokens else UNSET
-        message = Message("assistant", output.text)
-        return ChatChoice(choice, message, logprobs, _REASONS[output.finish_reason], tokens)
+        message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
+        return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
 
-    def _first(self, choice: int, number: int) -> DeltaChoice:
-        return DeltaChoice(choice, Delta("assistant", ""))
+    def _first(self, choice: int, number: int) -> Choice:
+        return Choice(choice, delta=Message("assistant", ""))
 
-    def _piece(self, choice: int, number: int, event: Event) -> DeltaChoice:
-        logprobs = chat_logprobs(self._bytes, event.token_ids, event.logprobs) if self._has_logprobs else None
+    def _piece(self, choice: int, number: int, event: Event) -> Choice:
+        logprobs = self._logprobs(event.token_ids, event.logprobs)
         reason = None if event.output is None else _REASONS[event.output.finish_reason]
         tokens = list(event.token_ids) if self._gives_tokens else UNSET
-        delta = Delta(content=event.text) if event.text or event.output is None else Delta()
-        return DeltaChoice(choice, delta, logprobs, reason, tokens)
+        delta = Message(content=event.text) if event.text or event.output is None else Message()
+        return Choice(choice, delta=delta, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(self._bytes, tokens, logprobs) if self._has_logprobs else None
 
 
 class CompletionWriter(ResponseWriter):
@@ -298,7 +273,7 @@ class CompletionWriter(ResponseWriter):
             self._note_prompt(number, index, output)
         return super().whole(outputs)
 
-    def _choice(self, choice: int, number: int, output: Output) -> CompletionChoice:
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
         tokens = self._kept(output.token_ids)
         text = output.text if self._keeps else ""
         if self._echoes:
@@ -306,7 +281,8 @@ class CompletionWriter(ResponseWriter):
         given = list(tokens) if self._gives_tokens else UNSET
         prompt = self._call.requests[number].tokens.tolist() if self._gives_tokens else UNSET
         reason = _REASONS[output.finish_reason] if self._keeps else "length"
-        return CompletionChoice(choice, text, self._whole_logprobs(number, output), reason, given, prompt)
+        logprobs = self._whole_logprobs(number, output)
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given, prompt_token_ids=prompt)
 
     def _whole_logprobs(self, number: int, output: Output) -> CompletionLogprobs | None:
         if not self._has_logprobs:
@@ -318,12 +294,12 @@ class CompletionWriter(ResponseWriter):
         of_prompt: list[TokenLogprob | None] = [None, *self._prompt_logprobs[number]]
         return LogprobLists(self._bytes).write([*prompt, *tokens], [*of_prompt, *logprobs])
 
-    def _first(self, choice: int, number: int) -> CompletionChoice | None:
+    def _first(self, choice: int, number: int) -> Choice | None:
         if not self._echoes or self._is_late:
             return None
-        return CompletionChoice(choice, self._call.texts[number])
+        return Choice(choice, self._call.texts[number])
 
-    def _piece(self, choice: int, number: int, event: Event) -> CompletionChoice | None:
+    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
         output = event.output
         if self._is_late:
             if output is not None:
@@ -337,7 +313,7 @@ class CompletionWriter(ResponseWriter):
             lists = self._lists.setdefault(choice, LogprobLists(self._bytes))
             logprobs = lists.write(tokens, event.logprobs)
         given = list(tokens) if self._gives_tokens else UNSET
-        return CompletionChoice(choice, text, logprobs, reason, given)
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given)
 
     def end(self) -> Iterator[Answer]:
         for choice, number, output in sorted(self._late, key=lambda late: late[0]):
