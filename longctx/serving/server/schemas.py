@@ -54,7 +54,8 @@ _MAX_STOP, _MAX_STOP_CHARACTERS = 32, 1024
 _LEAST_TOP_P = 1e-6
 _OUTPUT_IS_TEXT = "outputs are text, without a grammar"
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-_SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "ignore_eos", *_PENALTIES)
+_GREEDY: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+_SAMPLING = ("temperature", "ignore_eos", *_GREEDY, *_PENALTIES)
 
 Role = Literal["system", "developer", "user", "assistant"]
 StopText = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]
@@ -216,25 +217,27 @@ class GenerationBody(Body):
           TypeError, ValueError: a value is out of the engine's range.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        given: dict[str, Any] = {"temperature": 1.0}
+        given |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         if self.top_p is not None and self.top_p >= 0:
             given["top_p"] = max(self.top_p, _LEAST_TOP_P)
         if self.top_k in (-1, 0):
             del given["top_k"]
         if self.logit_bias:
             given["logit_bias"] = tuple((int(token), bias) for token, bias in self.logit_bias.items())
+        is_mixed = self.is_greedy and not _GREEDY.keys().isdisjoint(given)
+        if is_mixed:  # fields that mean nothing then are checked all the same
+            given["temperature"] = 1.0
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=None if self.seed is None else self.seed % 2**31,
             stop=stops + stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
-            **{"temperature": 1.0} | given | ({"temperature": 1.0} if self.is_greedy else {}),
+            **given,
             **more,
         )
-        if self.is_greedy:  # the others have been checked, and mean nothing
-            return dataclasses.replace(params, temperature=0.0, n=1, top_k=None, top_p=1.0, min_p=0.0)
-        return params
+        return dataclasses.replace(params, temperature=0.0, **_GREEDY) if is_mixed else params
 
 
 Prompt = Annotated[
