@@ -122,7 +122,7 @@ class AuthMiddleware:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
-        path = scope["path"]
+        path = scope["path"].rstrip("\n")  # routes match a path with a line feed, too
         kind, _, key = headers.get("authorization", "").partition(" ")
         sent = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
         user, admin = self._users.name_of(sent), self._admins.name_of(sent)

@@ -86,6 +86,24 @@ def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: st
         assert answer.json()["error"]["code"] == "profiles_are_off"
 
 
+CONTROL = ("/migrate", "/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
+
+
+def test_a_line_feed_at_the_end_of_a_path_opens_nothing(client: httpx.Client) -> None:
+    """Routes match such a path."""
+    for method, path in [("get", "/load"), *(("post", path) for path in CONTROL)]:
+        assert client.request(method, path + "%0A", headers=key(ALICE)).status_code in (403, 404), path
+
+
+def test_control_needs_an_administrator_where_there_are_keys_of_clients_alone() -> None:
+    settings = ServerSettings(api_keys=read_keys([f"alice {ALICE}"], "api"), prepare_processes=0)
+    with served(fake_engine(), settings) as running, running.http_client(headers=key(ALICE)) as client:
+        for path in CONTROL:
+            answer = client.post(path, json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed"), path
+        assert client.get("/load").status_code == 200
+
+
 def test_tenants_share_no_pages(client: httpx.Client) -> None:
     def cached(value: str) -> int:
         answer = client.post("/v1/completions", json=BODY, headers=key(value)).json()
