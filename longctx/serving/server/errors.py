@@ -1,5 +1,6 @@
 """Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and their statuses."""
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -49,7 +50,8 @@ class ApiError(Exception):
             self.headers["retry-after-ms"] = str(max(1, math.ceil(retry_after * 1000)))
 
     def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
-        return _make, (self.status, self.message, self.param, self.code, self.headers)
+        make = functools.partial(ApiError, headers=self.headers)
+        return make, (self.status, self.message, self.param, self.code)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -59,10 +61,6 @@ class ApiError(Exception):
     @property
     def response(self) -> Response:
         return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
-
-
-def _make(status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]) -> ApiError:
-    return ApiError(status, message, param, code, headers=headers)
 
 
 def not_valid(error: ValidationError) -> ApiError:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from longctx.serving.request.output import Event
 
@@ -108,10 +108,6 @@ class EventDispatcher:
 
     def _deliver(self) -> None:
         self._is_woken = False  # before the queue is emptied, so that what comes later wakes it again
-        for stream, delivery in self._taken():
+        while self._queue:
+            stream, delivery = self._queue.popleft()
             stream.add(delivery)
-
-    def _taken(self) -> Iterator[tuple[Stream, Delivery]]:
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._queue.popleft()
