@@ -14,7 +14,6 @@ from longctx.serving.request.request import Request
 from longctx.serving.server import logs, tracing
 from longctx.serving.server.kv_events import KvEvents
 from longctx.serving.server.kv_publisher import KvPublisher, is_public
-from longctx.serving.server.kv_snapshot import KvSnapshot
 from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.series import check_prefix
 
@@ -99,7 +98,7 @@ class Observers:
     def _publish_kv_events(
         self, thread: EngineThread, settings: ObserverSettings, endpoint: str, closings: contextlib.ExitStack
     ) -> None:
-        publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic, KvSnapshot())
+        publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic)
         closings.callback(publisher.close)
         closings.callback(KvEvents(thread, publisher.publish).close)
         self.kv_events = {
