@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from longctx import __version__
-from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.engine.admission_control import Refused
 from longctx.serving.engine.departure import Sink
 from longctx.serving.request.output import Output

@@ -10,8 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from longctx.models.chat_template import ChatTemplate
-from longctx.models.token_bytes import TokenBytes
-from longctx.models.tokenizer import HFTokenizer, Tokenizer
+from longctx.models.tokenizer import HFTokenizer, TokenBytes, Tokenizer
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request

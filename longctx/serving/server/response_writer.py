@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from msgspec import UNSET, Struct, UnsetType, json
 
-from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.server.request_parser import ParsedCall, token_text
 from longctx.serving.server.schemas import ChatBody, CompletionBody
