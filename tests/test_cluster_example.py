@@ -177,7 +177,7 @@ def test_pods_join_the_routers() -> None:
 
 
 def test_probes_and_mounts() -> None:
-    from longctx.serving.server.gate import OPEN_PATHS
+    from longctx.serving.server.auth import OPEN_PATHS
 
     for name, template in templates().items():
         pod = template["spec"]

@@ -109,7 +109,7 @@ def test_mounts_ports_and_labels_meet() -> None:
 
 
 def test_probes_ask_what_the_server_answers() -> None:
-    from longctx.serving.server.gate import OPEN_PATHS
+    from longctx.serving.server.auth import OPEN_PATHS
 
     [leader], [worker] = pod("leader")["containers"], pod("worker")["containers"]
     asked = {kind: leader[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from longctx.cli import command_parser
-from longctx.serving.server.gate import ADMIN_PATHS, OPEN_PATHS
-from longctx.serving.server.schemas.chat import ChatBody
-from longctx.serving.server.schemas.completions import CompletionBody
+from longctx.serving.server.auth import ADMIN_PATHS, OPEN_PATHS
+from longctx.serving.server.schemas import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

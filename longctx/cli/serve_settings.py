@@ -17,8 +17,7 @@ from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.serving import EngineConfig
 from longctx.serving.kv_cache.secret import read_secret
-from longctx.serving.server.keys import ApiKey, read_keys
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger

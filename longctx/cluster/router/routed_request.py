@@ -26,8 +26,7 @@ from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.event_lines import EventLine
-from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+from longctx.serving.server.relay import EventLine, RelayBroken, RelayedOutputs
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`Migration`: moves a server's requests to another server, in mid-generation; their clients notice nothing.
+"""Migration of a server's requests to another server during generation, which their clients do not notice.
 
 The other server may have another plan: pages are cut anew on their way. It goes on where this one has stopped, with the
 same seed, so that the tokens are the same; its events come back to the clients' streams here.
@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,36 +18,32 @@ from longctx.serving.engine.active_request import MigratedRequest, MigratingRequ
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.relay import Relay
-from longctx.serving.server.relayed_outputs import RelayBroken
-from longctx.serving.server.streams import Deliveries
+from longctx.serving.server.relay import Lines, Relay, RelayBroken, decode_events, split_lines
 from longctx.serving.server.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # requests that stand still between two servers
-_MOST_LINE = 2**28  # bytes: log probabilities of a long prompt are one line
 _CONNECT, _SILENCE = 5.0, 60.0  # seconds; a stream says that it lives every `ping_interval`
 
 
 class Moved(NamedTuple):
-    """What became of requests that were to be moved: their ids; and why others were not, by id."""
+    """Result of a migration: the ids of moved requests; and why others were kept, by id."""
 
     moved: list[str]
     kept: dict[str, str]
 
 
 class Migration:
-    """Moves requests, and passes on what comes of them. For the event loop's thread.
+    """Moves requests, and passes on their events. For the event loop's thread.
 
     Args:
       thread: of the engine whose requests move.
-      deliveries: through which their clients get events.
+      flush: see `EngineThread`.
     """
 
-    def __init__(self, thread: EngineThread, transfers: Transfers, deliveries: Deliveries) -> None:
-        self._thread, self._transfers, self._deliveries = thread, transfers, deliveries
+    def __init__(self, thread: EngineThread, transfers: Transfers, flush: Callable[[], object]) -> None:
+        self._thread, self._transfers, self._flush = thread, transfers, flush
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._at_once = asyncio.Semaphore(_AT_ONCE)
@@ -58,10 +54,10 @@ class Migration:
         )
 
     async def move(self, url: str, request_ids: Sequence[str], authorization: str | None) -> Moved:
-        """Move requests; it returns when each of them runs there, or goes on here.
+        """Move requests; return when each of them runs there, or goes on here.
 
         Args:
-          url: of the other server, from `check`.
+          url: of the other server, from `resume_url`.
           authorization: the header for it.
         """
         ends = await asyncio.gather(*(self._begin(url, request_id, authorization) for request_id in request_ids))
@@ -79,8 +75,8 @@ class Migration:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
 
-    def check(self, to: str) -> str:
-        """Where another server takes requests.
+    def resume_url(self, to: str) -> str:
+        """Return the URL at which another server takes requests.
 
         Args:
           to: its address.
@@ -102,7 +98,7 @@ class Migration:
         return str(url).rstrip("/") + "/resume"
 
     async def _begin(self, url: str, request_id: str, authorization: str | None) -> str | None:
-        """Move a request; why that was not possible, None: it was."""
+        """Move a request; return why that was not possible, or None."""
         async with self._at_once:
             migration = self._thread.move(request_id, self._transfers.lease(None))
             if migration is None:
@@ -116,7 +112,7 @@ class Migration:
     async def _run(
         self, url: str, migration: MigratingRequest, authorization: str | None, accepted: asyncio.Future[str | None]
     ) -> None:
-        """A request from when it leaves to its end."""
+        """Follow a request from when it leaves to its end."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         left = asyncio.wrap_future(migration.left)  # it comes with a step, whatever else happens
         while not left.done():
@@ -126,7 +122,7 @@ class Migration:
         if migrated is None:
             _tell(accepted, "it has ended")
             return
-        relay = Relay(self._thread, migration, migrated, self._deliveries.flush)
+        relay = Relay(self._thread, migration, migrated, self._flush)
         migration.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
         try:
             if migration.is_cancelled or self._is_closing:
@@ -145,8 +141,8 @@ class Migration:
 
     async def _lines(
         self, url: str, migrated: MigratedRequest, authorization: str | None, accepted: asyncio.Future[str | None]
-    ) -> AsyncIterator[list[EventLine]]:
-        """The events that the other server sends."""
+    ) -> Lines:
+        """Yield the events that the other server sends."""
         headers = {"content-type": "application/json"}
         if authorization is not None:
             headers["authorization"] = authorization
@@ -158,21 +154,6 @@ class Migration:
             _tell(accepted, None)
             async for line in split_lines(response.aiter_bytes()):
                 yield decode_events(line)
-
-
-async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
-    begun = bytearray()
-    async for part in parts:
-        *ended, rest = part.split(b"\n")
-        for piece in ended:
-            begun += piece
-            if begun:
-                yield bytes(begun)
-            begun.clear()
-        begun += rest
-        if len(begun) > _MOST_LINE:
-            raise RelayBroken("a line of its events is too long")
 
 
 def _body(migrated: MigratedRequest, params: dict[str, Any]) -> bytes:

@@ -1,13 +1,58 @@
-"""Settings of a server: what it allows its clients and how long it waits for them, and what observes it."""
+"""Settings of a server: API keys, limits of clients, timeouts, and observers."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longctx.serving.server.keys import ApiKey
 from longctx.serving.validation import Count, Positive, Range, Seconds, check_fields, check_text
 
 LogFormat = Literal["text", "json"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"[!-~]{8,512}")  # what a header can hold, without spaces
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """API key with a name, which is the tenant of its requests. Only names are printed.
+
+    Raises:
+      ValueError: a name or key that is too short or long, or has other characters than it may.
+    """
+
+    name: str
+    key: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {self.name!r}")
+        if not _KEY.fullmatch(self.key):
+            raise ValueError(f"the key of {self.name} must be 8 to 512 visible ASCII characters")
+
+
+def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
+    """Read keys from lines `KEY` or `NAME KEY`; empty lines and those with `#` in front are left out.
+
+    Args:
+      prefix: of the names of keys without one, which are numbered from 1.
+
+    Raises:
+      ValueError: a line is not like that, or two keys have the same name; no message has a key.
+    """
+    keys: list[ApiKey] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2:
+            raise ValueError(f"key {number} must be KEY or NAME KEY, and has {len(words)} words")
+        name = words[0] if len(words) == 2 else f"{prefix}-{number}"
+        keys.append(ApiKey(name, words[-1]))
+    names = [key.name for key in keys]
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of keys must be different, got {', '.join(names)}")
+    return tuple(keys)
 
 
 @dataclass(frozen=True)
@@ -108,7 +153,7 @@ class ObserverSettings:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix of metrics that vLLM has too; ValueError: it is no name of letters, digits and underscores."""
+    """Return a prefix of metrics; raise ValueError if it is no name of letters, digits and underscores."""
     check_text("metrics_prefix", prefix)
     if not (prefix.isascii() and prefix.isidentifier()):
         raise ValueError(f"metrics_prefix must be of letters, digits and underscores, got {prefix!r}")

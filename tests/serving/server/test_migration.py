@@ -16,9 +16,8 @@ from served import Served, fake_engine, served
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, ParallelPlan
-from longctx.serving.server.keys import ApiKey
-from longctx.serving.server.migration import split_lines
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.relay import split_lines
+from longctx.serving.server.settings import ApiKey, ServerSettings
 
 NAME = "tiny"
 TEXT = "The pass key of lemon is 5312. " * 8

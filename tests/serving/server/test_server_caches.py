@@ -14,8 +14,7 @@ from tiered_fake import TieredExecutor, make_tiered_engine
 from longctx.serving import Engine
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.server.keys import read_keys
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ServerSettings, read_keys
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-one"
 DOCUMENT = "ABCDEFGH" * 10  # 80 tokens, 20 pages

@@ -17,7 +17,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 def refusals(running: Served) -> dict[str, float]:
     """How many requests were refused, by reason, as of now."""
-    running.server.metrics._rendered = -1.0
+    running.server.metrics.render(max_age=0)
     with running.http_client() as client:
         families = text_string_to_metric_families(client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]

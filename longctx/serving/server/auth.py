@@ -1,10 +1,13 @@
-"""`Gate`: the way into the app. It knows keys, gives each request an id, and refuses bodies that are too large.
+"""Authentication of the senders of requests; each request gets an id.
 
 Closed by default: without a key only the paths that are listed here answer, where keys are needed.
 """
 
+import hashlib
+import hmac
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -13,26 +16,48 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.keys import KeyRing
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ApiKey, ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 OPEN_PREFIXES = ("/page/static/",)
-"""What whoever has no key may see: whether the server lives, and the page's own files, which know of nobody."""
+"""Paths that need no key: whether the server lives, and the page's own files."""
 
-ADMIN_PATHS = frozenset({"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests"})
-ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile", "/migrate", "/resume", "/drain", "/kv_swap"}
-ADMIN_PREFIXES = ("/cluster/",)
+_CONTROL_PATHS = frozenset({"/start_profile", "/stop_profile", "/migrate", "/resume", "/drain", "/kv_swap"})
+_CONTROL_PREFIXES = ("/cluster/",)
+ADMIN_PATHS = _CONTROL_PATHS | {"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests", "/abort_request"}
+"""Paths that need the key of an administrator, where there is one; those of control, where there is any key."""
 
 TENANT_HEADER = "x-longctx-tenant"
-"""By which administrators, such as a router, say for which tenant they ask; percent-encoded."""
+"""Header in which administrators, such as a router, name the tenant of a request, percent-encoded."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 
 
+class KeyRing:
+    """Keys that are compared in constant time."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(_digest(key.key.encode()), key.name) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def name_of(self, sent: bytes) -> str | None:
+        """Return the name of the key that a client sent; None: there is no such key."""
+        digest, found = _digest(sent), None
+        for known, name in self._keys:  # all of them, always
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
 @dataclass
-class Visitor:
-    """Who sends a request: their tenant, whether they may do what only administrators may, and the request's id.
+class Client:
+    """Sender of a request: its tenant, whether it is an administrator, and the request's id.
 
     Attributes:
       request_id: unique; it begins with the id that the client sent, if that is of visible characters and not too long.
@@ -45,13 +70,13 @@ class Visitor:
     shown_id: str
 
 
-def visitor_of(request: Request) -> Visitor:
-    """Who sent a request."""
-    return request.scope["state"]["visitor"]
+def client_of(request: Request) -> Client:
+    """Return the sender of a request."""
+    return request.scope["state"]["client"]
 
 
-class Gate:
-    """Middleware."""
+class AuthMiddleware:
+    """ASGI middleware that authenticates requests and refuses those that are too large."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -86,18 +111,18 @@ class Gate:
         except ApiError as refused:
             await refused.response(scope, receive, send_with_id)
             return
-        scope.setdefault("state", {})["visitor"] = Visitor(tenant, is_admin, request_id, shown)
+        scope.setdefault("state", {})["client"] = Client(tenant, is_admin, request_id, shown)
         await self._app(scope, receive, send_with_id)
 
     def _admit(self, scope: Scope, headers: Headers) -> tuple[str, bool]:
-        """The tenant, and whether they are an administrator; ApiError if they may not come in."""
+        """Return the tenant, and whether it is an administrator; raise ApiError if it has no access."""
         if self._settings.allow_hosts and _host(headers) not in self._settings.allow_hosts:
             message = "the server is not known by this name: see its flag --allow-host"
             raise ApiError(421, message, code="unknown_host", headers={"connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
-        path = scope["path"]
+        path = scope["path"].rstrip("\n")  # routes match a path with a line feed, too
         kind, _, key = headers.get("authorization", "").partition(" ")
         sent = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
         user, admin = self._users.name_of(sent), self._admins.name_of(sent)
@@ -105,7 +130,8 @@ class Gate:
             return user or "", False
         if admin is not None:
             return admin, True
-        needs_admin = (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)) and bool(self._admins)
+        is_control = path in _CONTROL_PATHS or path.startswith(_CONTROL_PREFIXES)
+        needs_admin = bool(self._users or self._admins) if is_control else path in ADMIN_PATHS and bool(self._admins)
         if user is None and (self._users or needs_admin):
             message = "a key must come in the header `Authorization: Bearer KEY`"
             if sent:
@@ -117,7 +143,7 @@ class Gate:
 
 
 def _host(headers: Headers) -> str:
-    """The name in the header Host, without a port; of an IPv6 address without its brackets."""
+    """Return the name in the header Host, without a port; of an IPv6 address without its brackets."""
     name, _, port = headers.get("host", "").rpartition(":")
     if not port.isdecimal():
         name = headers.get("host", "")
@@ -125,5 +151,6 @@ def _host(headers: Headers) -> str:
 
 
 def too_large(most: int) -> ApiError:
+    """Return the answer to a body of more bytes than allowed."""
     headers = {"connection": "close"}
     return ApiError(413, f"the body must be at most {most} bytes", code="body_too_large", headers=headers)

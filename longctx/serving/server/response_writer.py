@@ -1,31 +1,23 @@
-"""What the outputs and events of a call become: one answer, or its chunks, in the forms of OpenAI's two APIs."""
+"""Writer of responses: one answer or its chunks, of a call's outputs and events, in the forms of OpenAI's two APIs.
 
+`msgspec` writes the JSON, since a stream has a chunk for each token. A token that is part of a character has bytes in
+log probabilities, and no text.
+"""
+
+import codecs
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
-from longctx.serving.server.logprobs import LogprobLists, chat_logprobs
-from longctx.serving.server.read_call import Call
-from longctx.serving.server.schemas.chat import ChatBody
-from longctx.serving.server.schemas.completions import CompletionBody
-from longctx.serving.server.schemas.responses import (
-    Answer,
-    ChatChoice,
-    Choice,
-    CompletionChoice,
-    CompletionLogprobs,
-    Delta,
-    DeltaChoice,
-    Message,
-    PromptTokensDetails,
-    Usage,
-)
+from longctx.serving.server.request_parser import ParsedCall, token_text
+from longctx.serving.server.schemas import ChatBody, CompletionBody
 
+_LEAST = -9999.0  # JSON has no minus infinity
 _REASONS: dict[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -34,9 +26,111 @@ _REASONS: dict[FinishReason, str] = {
     "moved": "abort",
 }
 
+encode = json.Encoder().encode
 
-class Answers(ABC):
-    """Writes what a call's client gets. Choices are numbered over all prompts; copies of a choice are written each.
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Struct):
+    """Lists of `/v1/completions` with an entry for each token. The first token of all has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: "list[ChatLogprob] | UnsetType" = UNSET
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+
+
+class Message(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(Struct):
+    """Choice with its `text` (completions), its `message` (chats), or what a chunk adds to that (`delta`)."""
+
+    index: int
+    text: str | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    delta: Message | UnsetType = UNSET
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(Struct):
+    """Whole answer, or a chunk of one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
+    """Return the log probabilities of tokens, in order."""
+    content = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        own = token_bytes.of(token)
+        top = []
+        for other, value in logprob.top:
+            its = token_bytes.of(other)
+            top.append(ChatLogprob(token_text(its), max(value, _LEAST), list(its)))
+        content.append(ChatLogprob(token_text(own), max(logprob.logprob, _LEAST), list(own), top))
+    return ChatLogprobs(content)
+
+
+class LogprobLists:
+    """Writes the lists of `/v1/completions`, piece by piece; `text_offset` counts characters of the choice's text."""
+
+    def __init__(self, token_bytes: TokenBytes, offset: int = 0) -> None:
+        self._bytes, self._offset = token_bytes, offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob | None]) -> CompletionLogprobs:
+        lists = CompletionLogprobs([], [], [], [])
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            own = self._bytes.of(token)
+            name = token_text(own)
+            lists.tokens.append(name)
+            lists.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(own))
+            if logprob is None:
+                lists.token_logprobs.append(None)
+                lists.top_logprobs.append(None)
+                continue
+            lists.token_logprobs.append(max(logprob.logprob, _LEAST))
+            top = {token_text(self._bytes.of(other)): max(value, _LEAST) for other, value in logprob.top}
+            lists.top_logprobs.append({name: max(logprob.logprob, _LEAST)} | top if top else {})
+        return lists
+
+
+class ResponseWriter(ABC):
+    """Writes what a call's client gets. Choices are numbered over all prompts; each copy of a choice is written.
 
     Attributes:
       transfer_params: `kv_transfer_params` of the whole answer.
@@ -46,7 +140,7 @@ class Answers(ABC):
     object: str
     chunk_object: str
 
-    def __init__(self, call: Call, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         self._call, self._bytes = call, token_bytes
         self.id, self._model, self._created = f"{self.prefix}-{call_id}", model, int(time.time())
         options = call.body.stream_options
@@ -59,7 +153,7 @@ class Answers(ABC):
         self.transfer_params: dict[str, Any] | None = None
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
-        """The answer of all outputs, by the number of the request and their index."""
+        """Return the answer of all outputs, by the number of the request and their index."""
         choices: list[Choice] = []
         for (number, index), output in sorted(outputs.items()):
             self._count(number, self._kept(output.token_ids), output)
@@ -70,7 +164,7 @@ class Answers(ABC):
         return answer
 
     def begin(self) -> Iterator[Answer]:
-        """The chunks before any token."""
+        """Yield the chunks before any token."""
         for number in range(len(self._call.requests)):
             for choice in range(number * self._call.num_choices, (number + 1) * self._call.num_choices):
                 first = self._first(choice, number)
@@ -78,7 +172,7 @@ class Answers(ABC):
                     yield self._chunk(first)
 
     def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Answer]:
-        """The chunks of the events of a request."""
+        """Yield the chunks of the events of a request."""
         for event in events:
             tokens = self._kept(event.token_ids)
             self._count(number, tokens, event.output)
@@ -89,28 +183,28 @@ class Answers(ABC):
                         yield self._chunk(piece)
 
     def end(self) -> Iterator[Answer]:
-        """The chunk after all others, which has no choices, if the client wants to know the usage."""
+        """Yield the chunk after all others, which has no choices, if the client asked for the usage."""
         if self._reports_at_end:
             yield Answer(self.id, self.chunk_object, self._created, self._model, [], self._usage(is_end=True))
 
     @abstractmethod
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
-        """A whole choice."""
+        """Return a whole choice."""
 
     @abstractmethod
     def _first(self, choice: int, number: int) -> Choice | None:
-        """What a choice begins with before there is any token."""
+        """Return the beginning of a choice before there is any token."""
 
     @abstractmethod
     def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
-        """What an event adds to a choice."""
+        """Return what an event adds to a choice."""
 
     def _kept(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens that count: all of them."""
+        """Return the tokens that count: all of them."""
         return tokens
 
     def _choices(self, number: int, index: int) -> range:
-        """The numbers of the choices that a completion makes."""
+        """Return the numbers of the choices that a completion makes."""
         first = number * self._call.num_choices + index
         return range(first, first + self._call.copies)
 
@@ -130,36 +224,41 @@ class Answers(ABC):
         return Answer(self.id, self.chunk_object, self._created, self._model, [choice], usage)
 
 
-class ChatAnswers(Answers):
+class ChatWriter(ResponseWriter):
+    """Writer of `/v1/chat/completions`."""
+
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, call: Call, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
         self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
 
-    def _choice(self, choice: int, number: int, output: Output) -> ChatChoice:
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = chat_logprobs(self._bytes, output.token_ids, output.logprobs or ())
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
+        logprobs = self._logprobs(output.token_ids, output.logprobs or ())
         tokens = output.token_ids if self._gives_tokens else UNSET
-        message = Message("assistant", output.text)
-        return ChatChoice(choice, message, logprobs, _REASONS[output.finish_reason], tokens)
+        message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
+        return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
 
-    def _first(self, choice: int, number: int) -> DeltaChoice:
-        return DeltaChoice(choice, Delta("assistant", ""))
+    def _first(self, choice: int, number: int) -> Choice:
+        return Choice(choice, delta=Message("assistant", ""))
 
-    def _piece(self, choice: int, number: int, event: Event) -> DeltaChoice:
-        logprobs = chat_logprobs(self._bytes, event.token_ids, event.logprobs) if self._has_logprobs else None
+    def _piece(self, choice: int, number: int, event: Event) -> Choice:
+        logprobs = self._logprobs(event.token_ids, event.logprobs)
         reason = None if event.output is None else _REASONS[event.output.finish_reason]
         tokens = list(event.token_ids) if self._gives_tokens else UNSET
-        delta = Delta(content=event.text) if event.text or event.output is None else Delta()
-        return DeltaChoice(choice, delta, logprobs, reason, tokens)
+        delta = Message(content=event.text) if event.text or event.output is None else Message()
+        return Choice(choice, delta=delta, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(self._bytes, tokens, logprobs) if self._has_logprobs else None
 
 
-class CompletionAnswers(Answers):
+class CompletionWriter(ResponseWriter):
+    """Writer of `/v1/completions`."""
+
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, call: Call, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
         body = cast(CompletionBody, call.body)
         self._echoes, self._has_logprobs, self._keeps = bool(body.echo), body.logprobs is not None, body.max_tokens != 0
@@ -174,7 +273,7 @@ class CompletionAnswers(Answers):
             self._note_prompt(number, index, output)
         return super().whole(outputs)
 
-    def _choice(self, choice: int, number: int, output: Output) -> CompletionChoice:
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
         tokens = self._kept(output.token_ids)
         text = output.text if self._keeps else ""
         if self._echoes:
@@ -182,7 +281,8 @@ class CompletionAnswers(Answers):
         given = list(tokens) if self._gives_tokens else UNSET
         prompt = self._call.requests[number].tokens.tolist() if self._gives_tokens else UNSET
         reason = _REASONS[output.finish_reason] if self._keeps else "length"
-        return CompletionChoice(choice, text, self._whole_logprobs(number, output), reason, given, prompt)
+        logprobs = self._whole_logprobs(number, output)
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given, prompt_token_ids=prompt)
 
     def _whole_logprobs(self, number: int, output: Output) -> CompletionLogprobs | None:
         if not self._has_logprobs:
@@ -194,12 +294,12 @@ class CompletionAnswers(Answers):
         of_prompt: list[TokenLogprob | None] = [None, *self._prompt_logprobs[number]]
         return LogprobLists(self._bytes).write([*prompt, *tokens], [*of_prompt, *logprobs])
 
-    def _first(self, choice: int, number: int) -> CompletionChoice | None:
+    def _first(self, choice: int, number: int) -> Choice | None:
         if not self._echoes or self._is_late:
             return None
-        return CompletionChoice(choice, self._call.texts[number])
+        return Choice(choice, self._call.texts[number])
 
-    def _piece(self, choice: int, number: int, event: Event) -> CompletionChoice | None:
+    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
         output = event.output
         if self._is_late:
             if output is not None:
@@ -213,7 +313,7 @@ class CompletionAnswers(Answers):
             lists = self._lists.setdefault(choice, LogprobLists(self._bytes))
             logprobs = lists.write(tokens, event.logprobs)
         given = list(tokens) if self._gives_tokens else UNSET
-        return CompletionChoice(choice, text, logprobs, reason, given)
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given)
 
     def end(self) -> Iterator[Answer]:
         for choice, number, output in sorted(self._late, key=lambda late: late[0]):
@@ -221,7 +321,7 @@ class CompletionAnswers(Answers):
         yield from super().end()
 
     def _kept(self, tokens: Sequence) -> Sequence:
-        """None, if the engine made one because it makes at least one."""
+        """Return no tokens, if the client asked for none: the engine makes at least one."""
         return tokens if self._keeps else tokens[:0]
 
     def _note_prompt(self, number: int, index: int, output: Output) -> None:
@@ -229,7 +329,7 @@ class CompletionAnswers(Answers):
             self._prompt_logprobs[number] = output.prompt_logprobs
 
 
-def make_answers(call: Call, call_id: str, model: str, token_bytes: TokenBytes) -> Answers:
-    """The writer of a call's API."""
-    kind = ChatAnswers if isinstance(call.body, ChatBody) else CompletionAnswers
+def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
+    """Return the writer of a call's API."""
+    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
     return kind(call, call_id, model, token_bytes)
