@@ -82,7 +82,7 @@ PURE = [
     "longctx.simulation.reports.report",
     "longctx.simulation.reports.workload_report",
     "longctx.simulation.planner.search",
-    "longctx.simulation.figures.__main__",
+    "papers.figures.__main__",
     "longctx.serving.recording.recorder",
     "longctx.simulation.incident.compare",
     "longctx.simulation.incident.explain",
