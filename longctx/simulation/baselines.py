@@ -37,7 +37,8 @@ class StandardPipeline(Instance):
       >>> from longctx.simulation import Instance, Simulation
       >>> from longctx.simulation.baselines import StandardPipeline
       >>> from longctx.simulation.hardware import predictor
-      >>>       >>> model, plan = LlamaConfig.preset("llama-3-8b"), ParallelPlan(stage=4)
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> model, plan = LlamaConfig.preset("llama-3-8b"), ParallelPlan(stage=4)
       >>> config = EngineConfig(num_pages=2000)
       >>> seconds = predictor(model, "h100-nvlink", plan, max_rows=config.token_budget)
       >>> for kind in (Instance, StandardPipeline):  # a prompt's chunks follow each other through the stages, or wait

@@ -83,7 +83,21 @@ def first_rate(deployment: Deployment, requests: List[WorkloadRequest]) -> float
 
 
 def search(is_met: Callable[[float], bool], rate: float, progress: Callable[[Tried], object] | None = None) -> Capacity:
-    """Double or halve a rate until it is bracketed, then bisect by ratio; up to `MAX_RATE` if nothing is missed."""
+    """Search the highest rate that meets a target: double or halve it until it is bracketed, then bisect by ratio.
+
+    Args:
+      is_met: says whether a rate, in requests a second, meets the target.
+      rate: to begin with.
+      progress: is called after each rate that was tried.
+
+    Returns:
+      The highest rate that meets it, within 5 %, and all that were tried.
+
+    Examples:
+      >>> from longctx.simulation.capacity import search
+      >>> round(search(lambda rate: rate < 3.3, 1.0).rate, 2)
+      3.22
+    """
     low, high, tried = 0.0, math.inf, list[Tried]()
     while len(tried) < _MOST and rate <= MAX_RATE and not (low > 0 and high <= low * (1 + PRECISION)):
         found = is_met(rate)

@@ -76,16 +76,25 @@ class Open:
 
 @dataclass
 class Totals:
-    """What an instance has computed: from this FLOPs, bytes and utilisation follow.
+    """Sums over what an instance has computed, from which FLOPs, bytes and utilisation follow.
 
     Attributes:
       steps: batches that computed something.
-      rows: tokens computed. samples: rows of logits.
+      rows: tokens computed.
+      samples: rows of logits.
       pairs: pairs of a query and a key that attention compared.
       keys: keys that attention read, counted once for each chunk.
       busy: seconds in which some stage computed.
       stage_seconds: seconds of each batch in one stage, summed; with S stages at most S times `busy`.
       decode_pairs: of `pairs`, those of chunks of one token.
+
+    Examples:
+      >>> from longctx.simulation import Totals
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import model_flops
+      >>> prompt = Totals(steps=1, rows=1000, samples=1, pairs=500_500, keys=1000, busy=0.05)
+      >>> round(model_flops(MODELS["llama-3-8b"], prompt) / 1e12)  # TFLOP
+      14
     """
 
     steps: int = 0

@@ -6,7 +6,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from longctx import extras, plotting
+from longctx import plotting
 from papers.figures.compute import Task, compute_all
 from papers.figures.figure import Inputs
 from papers.figures.pages import count, write_pages
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"figures: {error}", file=sys.stderr)
         return 2
     if not plotting.can_draw():
-        print(f"figures: nothing is drawn: it needs matplotlib: {extras.pip_line('plot')}", file=sys.stderr)
+        print("figures: nothing is drawn: matplotlib is not installed", file=sys.stderr)
     modules = [list(group) for _, group in groupby(sorted(figures, key=_module), key=_module)]
     tasks = [Task(group, inputs, options.out, options.png) for group in modules]
     done = compute_all(tasks, options.jobs) if tasks else []

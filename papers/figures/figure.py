@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from longctx.serving.validation import check_integer
-
 HOLDS, FAILS = "holds", "does not hold"
 NEAR = 0.2  # of the paper's value, within which ours counts as the same
 CORRECTED_SINCE = "6acdf8d"  # commit
@@ -134,7 +132,8 @@ class Inputs:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("seed", self.seed, 0)
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be an integer of at least 0, got {self.seed!r}")
         if self.data is not None and not self.data.is_dir():
             raise ValueError(f"data must be a folder, got {self.data}")
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 
-from longctx.models.config import LlamaConfig
-from longctx.models.footprint import cache_bytes
-from longctx.parallel.topology import Topology
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.predictor.work import Work
+from longctx.models import LlamaConfig, cache_bytes
+from longctx.parallel import Topology
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Predictor, Work
 from longctx.simulation.hardware import predictor
 from longctx.simulation.utilization import max_tokens
 

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from longctx.serving.request.output import Metrics
-from longctx.simulation.event_loop import EventLoop
+from longctx.serving import Metrics
+from longctx.simulation import EventLoop
 from longctx.simulation.workloads import WorkloadRequest
 
 

@@ -2,16 +2,13 @@
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 
-from longctx.models.config import LlamaConfig
-from longctx.parallel.topology import Topology
-from longctx.serving.engine.metrics import EngineStats, StepMetrics
-from longctx.serving.predictor.work import Work
-from longctx.serving.request.output import Metrics
-from longctx.serving.validation import check_integer
-from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.record import Totals
-from longctx.simulation.server import OnEnd
+from longctx.models import LlamaConfig
+from longctx.parallel import Topology
+from longctx.serving import EngineStats, Metrics, StepMetrics
+from longctx.serving.predictor import Work
+from longctx.simulation import EventLoop, Totals
 from longctx.simulation.workloads import WorkloadRequest
 from papers.loongserve.cost import LoongServeCost
 from papers.loongserve.decode_group import Active, DecodeGroup
@@ -47,7 +44,7 @@ class LoongServe:
       name: that no other server of a simulation has.
 
     Raises:
-      TypeError, ValueError: a number is out of range, or the model doesn't suit `tensor` or an instance's memory.
+      ValueError: a number is out of range, or the model doesn't suit `tensor` or an instance's memory.
 
     Source:
       LoongServe (SOSP'24), as published; Medha, 2.2, 2.3, 5.2 and 5.4.
@@ -74,8 +71,8 @@ class LoongServe:
         max_degree: int = 4,
         name: str = "loongserve",
     ) -> None:
-        check_integer("num_instances", num_instances, 1)
-        check_integer("max_degree", max_degree, 1)
+        if num_instances < 1 or max_degree < 1:
+            raise ValueError(f"num_instances and max_degree must be at least 1, got {num_instances} and {max_degree}")
         self.max_degree = min(max_degree, num_instances)
         self.cost = LoongServeCost(model, topology, tensor, self.max_degree)
         if not self.cost.capacity:
@@ -83,7 +80,7 @@ class LoongServe:
         self.name, self.num_devices, self.keep_steps = name, num_instances * tensor, True
         self._num_instances = num_instances
 
-    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
+    def attach(self, loop: EventLoop, on_end: Callable[[WorkloadRequest, Metrics], object], seed: int = 0) -> None:
         """Begin a run, see `Server.attach`. Nothing is random.
 
         Args:

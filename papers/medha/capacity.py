@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from longctx.models.config import LlamaConfig
-from longctx.parallel.topology import Topology
-from longctx.serving.predictor.work import Work
+from longctx.models import LlamaConfig
+from longctx.parallel import Topology
+from longctx.serving.predictor import Work
 from longctx.simulation.models import MODELS
 from longctx.simulation.utilization import model_flops
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering

@@ -1,10 +1,9 @@
 """Medha's 2D against 3D parallelism under load, Llama-3 70B on 64 H100: figures 17 and 18."""
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.scheduler.slo import Slo, TpotScope
+from longctx.serving import ParallelPlan, Slo
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from papers.medha.runs import QUICK, Outcome, draw_cdf, requests, run
 
@@ -18,7 +17,7 @@ SCALE = 2.0
 
 
 @functools.cache
-def load(inputs: Inputs, name: str, rate: float, scope: TpotScope = "token") -> Outcome:
+def load(inputs: Inputs, name: str, rate: float, scope: Literal["token", "batch"] = "token") -> Outcome:
     """A plan under load."""
     plan, window = PLANS[name], QUICK / 2 if inputs.quick else WINDOW
     slo = Slo(tpot=TARGET, tpot_factor=1.0, step_seconds=TARGET, tpot_scope=scope)

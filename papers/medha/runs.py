@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from longctx.parallel.topology import Topology
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.work import Work
+from longctx.parallel import Topology
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Work
 from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, make_mix, read_workload, scale_lengths

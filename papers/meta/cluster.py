@@ -9,15 +9,13 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from longctx.parallel import Topology
 from longctx.parallel.cost import LLAMA3_405B
-from longctx.parallel.topology import Topology
-from longctx.serving.config import EngineConfig
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import CurvePredictor
+from longctx.serving import EngineConfig, ParallelPlan
+from longctx.serving.predictor import CurvePredictor
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance.instance import Instance
 from longctx.simulation.models import MODELS
-from longctx.simulation.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest
 from papers.figures.figure import Statement
 

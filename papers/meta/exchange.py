@@ -5,13 +5,11 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from longctx import plotting
-from longctx.parallel.choose import EmpiricalRule, paper_rule
-from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_times
-from longctx.serving.config import EngineConfig
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.work import Work
-from longctx.simulation.instance.instance import Instance
-from longctx.simulation.simulation import Simulation
+from longctx.parallel import EmpiricalRule, choose_ring
+from longctx.parallel.cost import LLAMA3_405B, LayerCost
+from longctx.serving import EngineConfig, ParallelPlan
+from longctx.serving.predictor import Work
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 from papers.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from papers.meta.cluster import FIXED, GPU, HARDWARE, LLAMA, meta_predictor, number
@@ -51,8 +49,8 @@ def table_2(inputs: Inputs) -> Figure:
     """What a layer sends, and reads: formulas of tables 2 and 3, against the library's counts."""
     new, cached = 12_800, 115_200
     layer = LayerCost(LLAMA3_405B, HARDWARE, 2)
-    pair = predict_times(new, cached, 1, LLAMA3_405B, HARDWARE)["kvp"].compute * HARDWARE.peak_flops
-    full = predict_times(TOTAL, 0, 1, LLAMA3_405B, HARDWARE)["kvp"].compute * HARDWARE.peak_flops
+    pair = choose_ring(new, cached, 1, LLAMA3_405B, HARDWARE).times["kvp"].compute * HARDWARE.peak_flops
+    full = choose_ring(TOTAL, 0, 1, LLAMA3_405B, HARDWARE).times["kvp"].compute * HARDWARE.peak_flops
     model, element = 16_384, 2
     statements = [
         number("table 2", "elements that TP sends for each token of a layer", 2 * 128 * 128, 2 * model),
@@ -77,7 +75,7 @@ def table_2(inputs: Inputs) -> Figure:
             "eq. 1",
             "miss rate from which KV is fewer bytes than Q",
             0.125,
-            Thresholds.of(new, HOSTS, GPU, HARDWARE).equation_1,
+            choose_ring(new, cached, HOSTS, GPU, HARDWARE).thresholds.equation_1,
         ),
     ]
     table = [{"statement": each.text, "paper": each.paper, "ours": each.ours} for each in statements]
@@ -173,7 +171,7 @@ def table_5(inputs: Inputs) -> Figure:
     table, statements = list[dict[str, Any]](), list[Statement]()
     exposed = dict[int, tuple[float, float]]()
     for (new, exchange), paper in TABLE_5.items():
-        times = predict_times(new, TOTAL - new, HOSTS, GPU, HARDWARE)
+        times = choose_ring(new, TOTAL - new, HOSTS, GPU, HARDWARE).times
         found = times[exchange]
         ours = [1e6 * seconds for seconds in (found.send, found.attention, found.collective)]
         exposed[new] = (
@@ -236,7 +234,7 @@ def figure_10(inputs: Inputs) -> Figure:
         """Whether a rule chooses what was faster, in all rows but ties."""
         return all(row[rule] == row["measured"] or row["tie"] for row in table)
 
-    coefficients = paper_rule()
+    h = {new: choose_ring(new, TOTAL - new, HOSTS, GPU, HARDWARE).h for new in (4160, 12800)}
     statements = [
         ordering("10", f"{rule.replace('_', ' ')} chooses what table 4 measured as faster, but for ties", agrees(rule))
         for rule in ("auto", "algorithm_1", "algorithm_5", "empirical")
@@ -254,7 +252,7 @@ def figure_10(inputs: Inputs) -> Figure:
         ordering(
             "10",
             "appendix D's formula, fitted anew to table 4, has a threshold between 3.25 % and 10 % misses",
-            coefficients.h(4160, TOTAL - 4160) < 0 < coefficients.h(12800, TOTAL - 12800),
+            h[4160] < 0 < h[12800],
         ),
         ordering(
             "10",

@@ -3,14 +3,15 @@
 from typing import Any
 
 from longctx import plotting
-from longctx.parallel.device_tables import DEVICES
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.work import Work
+from longctx.parallel import Topology
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Work
 from longctx.simulation.utilization import max_tokens, model_flops
 from papers.figures.figure import Figure, Inputs, based_on, ordering
 from papers.meta.cluster import FIXED, LLAMA, K, M, number, serve
 
 LENGTHS = tuple(k * K for k in (2, 4, 8, 16, 32, 64, 128))
+DEVICE = Topology.preset("meta-gtt").device
 PAPER_128K = {1: 42.01, 2: 21.042, 4: 10.95, 8: 5.85}
 
 
@@ -101,7 +102,7 @@ def figure_8(inputs: Inputs) -> Figure:
     lengths = (128 * K, 256 * K, 512 * K, M)
     found = {(hosts, tokens): serve(tokens, hosts).ttft for hosts in (8, 16) for tokens in lengths}
     table = [{"hosts": hosts, "tokens": tokens, "ttft_s": seconds} for (hosts, tokens), seconds in found.items()]
-    room = {hosts: max_tokens(LLAMA, ParallelPlan.meta(hosts, 8), DEVICES["H100-500W"]) for hosts in (1, 8, 16)}
+    room = {hosts: max_tokens(LLAMA, ParallelPlan.meta(hosts, 8), DEVICE) for hosts in (1, 8, 16)}
     growth = {hosts: found[hosts, 512 * K] / found[hosts, 256 * K] for hosts in (8, 16)}
     # 1M is less than twice 512K, 524,288 tokens; so the last step is scaled to that.
     last = {hosts: serve(1024 * K, hosts).ttft / found[hosts, 512 * K] for hosts in (8, 16)}
@@ -133,7 +134,7 @@ def appendix_a(inputs: Inputs) -> Figure:
     attention = model_flops(LLAMA, prompt) - model_flops(LLAMA, Work(M, 1))
     total = model_flops(LLAMA, prompt)
     seconds = serve(M, 16).ttft
-    reached, peak = total / seconds / 128, DEVICES["H100-500W"].flops["bfloat16"]
+    reached, peak = total / seconds / 128, DEVICE.flops["bfloat16"]
     counted = [
         number("A", "FLOPs of the products with weights, 1M tokens", 8.1e17, total - attention, "FLOP"),
         number("A", "FLOPs of attention, half of the pairs", 4.1e18, attention, "FLOP"),

@@ -5,8 +5,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.predictor.work import Work
+from longctx.serving.predictor import Predictor, Work
 from longctx.simulation.workloads import WorkloadRequest
 from papers.baselines import make_simulation
 from papers.figures.figure import Figure, Inputs, Statement, ordering

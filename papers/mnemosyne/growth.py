@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from longctx.models.footprint import cache_bytes, weight_bytes
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import readable_tokens
-from longctx.serving.predictor.work import Work
+from longctx.models import cache_bytes, weight_bytes
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Work, readable_tokens
 from papers.figures.figure import Figure, Inputs, Statement, ordering
 from papers.mnemosyne.chunks import SIZES
 from papers.mnemosyne.ranks import STAGES, spread

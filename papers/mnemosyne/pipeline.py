@@ -5,9 +5,9 @@ import functools
 from itertools import pairwise
 from typing import Any
 
-from longctx.models.config import LlamaConfig
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.work import Work
+from longctx.models import LlamaConfig
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Work
 from longctx.simulation.hardware import predictor
 from longctx.simulation.utilization import mfu
 from papers.figures.figure import Figure, Inputs, Statement, ordering

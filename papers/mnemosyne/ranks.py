@@ -4,10 +4,10 @@ import functools
 from itertools import pairwise
 from typing import Any
 
-from longctx.models.config import LlamaConfig
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.work import Work
-from longctx.simulation.record import Totals
+from longctx.models import LlamaConfig
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import Work
+from longctx.simulation import Totals
 from longctx.simulation.utilization import mbu
 from papers.figures.figure import Figure, Inputs, Statement, ordering
 from papers.mnemosyne.pipeline import LENGTHS, prefill

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from longctx.models.footprint import cache_bytes, weight_bytes
-from longctx.simulation.record import Totals
+from longctx.models import cache_bytes, weight_bytes
+from longctx.simulation import Totals
 from longctx.simulation.utilization import model_flops
 from papers.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from papers.mnemosyne.runs import B8, B70, DEVICE, M, Row, lines, named

@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from longctx.models.config import LlamaConfig
-from longctx.parallel.topology import Topology
-from longctx.serving.config import EngineConfig
-from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import CurvePredictor
-from longctx.serving.scheduler.slo import Slo
+from longctx.models import LlamaConfig
+from longctx.parallel import Topology
+from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
+from longctx.serving.predictor import CurvePredictor
+from longctx.simulation import Instance, Simulation, Totals
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance.instance import Instance
 from longctx.simulation.models import MODELS
-from longctx.simulation.record import Totals
-from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import device_memory
 from longctx.simulation.workloads import WorkloadRequest
 from papers.figures.figure import Inputs

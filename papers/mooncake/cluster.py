@@ -10,13 +10,12 @@ the requests of an instance, in the devices' memory.
 import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from typing import Literal
 
 import numpy as np
 
-from longctx.cluster.conductor.config import AdmissionName, ConductorConfig, PrefillLoad
-from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
-from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.simulation.cluster import ClusterDeployment, ClusterRecord, ClusterSettings, ClusterSimulation
 from longctx.simulation.workloads import WorkloadRequest
 from papers.mooncake.runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth
 
@@ -125,10 +124,10 @@ def serve(
     requests: List[WorkloadRequest],
     *,
     policy: str | None = None,
-    admission: AdmissionName = "none",
+    admission: Literal["none", "baseline", "early_rejection", "predicted_early_rejection"] = "none",
     decode_limit: float = 1.0,
     load_limit: float = 1.0,
-    prefill_load: PrefillLoad = "request",
+    prefill_load: Literal["request", "instance"] = "request",
     tpot: float = TPOT,
     settings: ClusterSettings = PAPER,
     single: bool = False,

@@ -2,9 +2,9 @@
 
 import functools
 
-from longctx.parallel.topology import Topology
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import CurvePredictor
+from longctx.parallel import Topology
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import CurvePredictor
 from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 

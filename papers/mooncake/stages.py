@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from longctx.models.footprint import cache_bytes
-from longctx.serving.predictor.work import Work
-from longctx.simulation.utilization import mbu, mfu, model_flops, totals_of
+from longctx.models import cache_bytes
+from longctx.serving.predictor import Work
+from longctx.simulation import Totals
+from longctx.simulation.utilization import mbu, mfu, model_flops
 from longctx.simulation.workloads import WorkloadRequest, read_workload
 from papers.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from papers.mooncake.runs import CHUNK, MODEL, PLAN, TENSOR, TOPOLOGY, host_bandwidth, predict
@@ -79,7 +80,8 @@ def figure_2(inputs: Inputs) -> Figure:
 
 def _shares(batch: int, seconds: float) -> tuple[float, float]:
     """Shares of the data sheet's memory bandwidth and FLOP/s that a step of decodes reaches."""
-    totals = totals_of([(Work(batch, batch, batch * CONTEXT), seconds)])
+    keys = batch * CONTEXT
+    totals = Totals(1, batch, batch, keys, keys, seconds, seconds, keys)
     return mbu(MODEL, totals, TOPOLOGY.device, PLAN), mfu(MODEL, totals, TOPOLOGY.device, TENSOR)
 
 
