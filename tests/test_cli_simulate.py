@@ -203,7 +203,7 @@ WRONG = [
     (["--plan", "context=1000000000"], "--instances and --plan must have at most 65,536 devices together"),
     (["--mix", "coffee"], "--mix must be one of sharegpt4"),
     (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
-    (["--baseline", "orca"], "--baseline must be one of medha"),
+    (["--baseline", "loongserve"], "--baseline must be one of medha"),
     (["--baseline", "vllm", "--instances", "2"], "--baseline has instances of its own"),
     (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
     (["--baseline", "vllm", "--kv-dtype", "float8_e4m3fn"], "--kv-dtype must be None with a --baseline"),
@@ -245,14 +245,14 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
 
 
 def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
-    names = ["medha", "sarathi-2048", "vllm", "striped", "loongserve", "loongserve-reserved"]
+    names = ["medha", "sarathi-2048", "vllm", "striped"]
     sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
     assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
     assert all(0 < float(row["usage.mfu"]) < 1 for row in rows)
-    assert len({row["ttft.p90"] for row in rows}) > 3
+    assert len({row["ttft.p90"] for row in rows}) > 2
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:

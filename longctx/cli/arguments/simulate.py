@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument(
         "--baseline",
         metavar="NAME",
-        help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
-        "striped, loongserve or loongserve-reserved",
+        help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm "
+        "or striped",
     )
     more.add_argument(
         "--cluster",
