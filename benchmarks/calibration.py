@@ -1,6 +1,6 @@
 """Fits the shares of the device tables to measured operators: the tables that Vidur's profiler writes.
 
-`python -m longctx.simulation.calibration FOLDER` prints what is fitted, the error on rows that no fit has seen, and
+`python -m benchmarks.calibration FOLDER` prints what is fitted, the error on rows that no fit has seen, and
 what `longctx.parallel.device_tables` has. Few numbers are fitted, each of which means something and holds for every
 model, plan and figure. A random half of the rows is fitted, the other half evaluates.
 
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the fits of a folder beside the device tables."""
     given = sys.argv[1:] if arguments is None else arguments
     if len(given) != 1:
-        raise SystemExit("usage: python -m longctx.simulation.calibration FOLDER")
+        raise SystemExit("usage: python -m benchmarks.calibration FOLDER")
     print(f"{'fitted':34}{'':20}{'value':>12}{'in tables':>12}{'error':>8}{'by time':>9}{'rows':>7}")
     for fit in calibrate(Path(given[0])):
         errors = f"{fit.error:8.1%}{fit.by_time:9.1%}{fit.rows:7,}"
