@@ -16,10 +16,9 @@ from longctx.models.config import LlamaConfig
 from longctx.plotting import COLORS
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
-from longctx.simulation.capacity import PRECISION, search
+from longctx.simulation.capacity import PRECISION, parse_targets, search
 from longctx.simulation.reports.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
-from longctx.simulation.targets import parse_targets
 from longctx.simulation.workloads.arrivals import MAX_RATE
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

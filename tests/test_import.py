@@ -80,7 +80,7 @@ PURE = [
     "longctx.simulation.simulation",
     "longctx.simulation.replay",
     "longctx.simulation.reports.report",
-    "longctx.simulation.reports.workload_report",
+    "longctx.simulation.reports.html_report",
     "longctx.simulation.planner.search",
     "papers.figures.__main__",
     "longctx.serving.recording.recorder",

@@ -20,7 +20,7 @@ from longctx.cli.workload_flags import MIN_RATE
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
 from longctx.simulation.planner.search import Fallen, Found, Goal, Planned, best_of_each, search
-from longctx.simulation.reports.usage import summarize_deployment
+from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
