@@ -35,9 +35,11 @@ MORE = {
     "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
     "longctx.simulation.planner.prompt": ["Prompt"],
     "longctx.simulation.planner.search": [
-        *("Fallen", "Found", "Goal", "Planned", "best_of_each", "evaluate", "search"),
+        *("RejectedPlan", "SearchResult", "Goal", "Planned", "best_of_each", "evaluate", "search"),
     ],
-    "longctx.simulation.utilization": ["DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops"],
+    "longctx.simulation.utilization": [
+        *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops", "totals_of"),
+    ],
 }
 _NOT_FOR_USERS = ("longctx.cli",)
 

@@ -168,11 +168,6 @@ class Record:
         """Of all instances together."""
         return sum((instance.totals for instance in self.instances), Totals())
 
-    @property
-    def device_seconds(self) -> float:
-        """Seconds of all devices, busy or not: GPU-seconds."""
-        return self.seconds * sum(instance.num_devices for instance in self.instances)
-
 
 def sum_stats(stats: list[EngineStats]) -> EngineStats | None:
     """Counts of several engines together; None for none."""

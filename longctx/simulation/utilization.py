@@ -17,7 +17,21 @@ from longctx.simulation.record import Totals
 
 
 def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
-    """The totals of batches, each given with its seconds; the works have to be of all context ranks together."""
+    """Sum up batches.
+
+    Args:
+      batches: the work of all context ranks together, and seconds, of each.
+
+    Returns:
+      Their `Totals`.
+
+    Examples:
+      >>> from longctx.serving.predictor import Work
+      >>> from longctx.simulation.utilization import totals_of
+      >>> totals = totals_of([(Work.of([(0, 512, True)]), 0.02), (Work.of([(512, 1, True)]), 0.01)])
+      >>> totals.rows, totals.pairs, totals.busy
+      (513, 131841, 0.03)
+    """
     totals = Totals()
     for work, seconds in batches:
         rows, samples, decodes = work.rows, work.samples, work.decode_keys
