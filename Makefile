@@ -115,6 +115,7 @@ check: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_rooms.py
 
 bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.attention

@@ -23,8 +23,7 @@ from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import CPU, roofline
-from longctx.serving.request.completion import Completion
-from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.runner.model_runner import MeshModelRunner
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunker, Chunking

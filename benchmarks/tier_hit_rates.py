@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.kv_cache.tiers.eviction import EVICTION
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostTier, PageName
+from longctx.serving.kv_cache.tiers.index import EVICTION
 from longctx.simulation.workloads import read_workload
 
 SIZES = (1_000, 10_000, 30_000, 50_000, 100_000)  # blocks

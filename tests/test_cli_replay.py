@@ -12,9 +12,9 @@ from small_checkpoint import MODEL, save_small_checkpoint
 from longctx.cli import main
 from longctx.models import checkpoint_fingerprint, load_checkpoint
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams
-from longctx.serving.recording.frames import frame, read_frames
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.recording.records import Step, decode, encode
+from longctx.serving.recording.writer import frame, read_frames
 from longctx.simulation import VirtualExecutor
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_running=4, token_budget=8, max_length=128)

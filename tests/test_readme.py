@@ -34,7 +34,7 @@ def test_badges_say_what_the_metadata_say() -> None:
 
 def test_badge_of_gpus_agrees_with_limitations() -> None:
     assert badge("GPU") == "not yet run on one"
-    assert "None of it has run on a GPU yet" in README.split("## Limitations")[1]
+    assert "Nothing has run on a GPU yet" in README.split("## Limitations")[1]
 
 
 def test_the_first_thirty_lines_come_before_the_links() -> None:

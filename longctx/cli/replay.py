@@ -13,10 +13,15 @@ from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.scheduler.slo import Slo
-from longctx.simulation.incident.accuracy import accuracy_table, simulate_incident
 from longctx.simulation.incident.alternative import Alternative
 from longctx.simulation.incident.baseline import Baseline
-from longctx.simulation.incident.compare import compare, comparison_table, describe_difference
+from longctx.simulation.incident.compare import (
+    accuracy_table,
+    compare,
+    comparison_table,
+    describe_difference,
+    simulate_incident,
+)
 from longctx.simulation.incident.explain import Explainer, Span
 from longctx.simulation.incident.replayer import Differs, Replayer
 from longctx.simulation.incident.text import describe_scheduler

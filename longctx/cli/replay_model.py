@@ -14,7 +14,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 from longctx.serving.engine.model_replay import Mismatch, ModelReplay, replay_on_plan
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
-from longctx.simulation.incident.requests import recorded_requests
+from longctx.simulation.incident.replayer import recorded_requests
 
 TIE = 1e-4
 """Tokens agree where the logits of the two are closer than this: other shapes round otherwise."""

@@ -47,5 +47,5 @@ def join_packed(bits: UInt8[Array, "*rows H"], scale: Float32[Array, "*rows"]) -
 
 
 def unpack_rows(packed: UInt8[Array, "*rows H_4"], dtype: DTypeLike) -> Float[Array, "*rows H"]:
-    """What packed rows are worth, in `dtype`."""
+    """Return the values of packed rows, in `dtype`."""
     return dequantize_rows(*split_packed(packed), dtype)

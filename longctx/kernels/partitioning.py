@@ -1,4 +1,4 @@
-"""How functions are divided over a mesh: one rule for each, whatever the types of the mesh's axes.
+"""Division of functions over a mesh: one rule for each, whatever the types of the mesh's axes.
 
 XLA can't divide loops whose ranges depend on data, nor Pallas kernels: it gathers their operands on every device. A
 `Rule` says which dimensions of operands and results are one thing, of which a device may compute a part.

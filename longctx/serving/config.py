@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from longctx.models.footprint import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.chunking import Chunking
+from longctx.serving.scheduler.exchange_rule import RowBuckets
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_real, check_text, shown
@@ -222,3 +224,25 @@ class EngineConfig:
         buckets = self.growing_buckets(8)
         most = max(most, buckets[0])
         return (*(rows for rows in buckets if rows < most), most)
+
+    def step_rows(self, plan: ParallelPlan) -> RowBuckets:
+        """Return the numbers of rows of each kind that the steps of a plan are compiled for.
+
+        Args:
+          plan: of the engine's devices.
+
+        Returns:
+          Buckets of sharded, replicated and local rows.
+        """
+        if plan.context == 1:
+            return RowBuckets(plan, ((0,), (0,), self.row_buckets))
+        buckets, sharded = (0, *self.growing_buckets(8)), (0, *self.sharded_buckets)
+        if not plan.shards_rows:
+            return RowBuckets(plan, ((0,), buckets, buckets))
+        if plan.placement == "grow":
+            return RowBuckets(plan, (sharded, buckets, buckets))
+        # All ranks have pages of every sequence: no row is local. Without predictions single rows alone are replicated,
+        # one of a sequence, and with pass-Q none.
+        most = {"auto": self.token_budget, "pass_q": 0}.get(str(plan.exchange), self.max_running)
+        replicated = (*(rows for rows in buckets if rows < most), next(rows for rows in buckets if rows >= most))
+        return RowBuckets(plan, (sharded, replicated, (0,)))

@@ -9,8 +9,7 @@ import numpy as np
 from longctx.kernels.paged_attention.xla import tile_sizes
 from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
-from longctx.serving.request.completion import Completion
-from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams

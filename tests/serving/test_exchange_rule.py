@@ -23,7 +23,6 @@ from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.rank_work import work_by_rank
-from longctx.serving.scheduler.row_buckets import RowBuckets
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 from longctx.simulation import Instance, Simulation
@@ -328,7 +327,7 @@ def test_replicated_rows_of_different_ranks_are_counted_as_they_are_placed() -> 
     chunks += [chunk(1000, 4, False)._replace(ranks=ranks) for ranks in ((0, 1), (1, 2), (2, 3))]
     found, _ = by.choose(chunks)
     assert found is not None
-    compiled = RowBuckets.of(plan, config)
+    compiled = config.step_rows(plan)
     assert compiled.exchanges(compiled.round_up((buckets[-1] - 20, 12, 0))) == ("pass_q",) == (found.name,)
 
 

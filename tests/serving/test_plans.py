@@ -20,7 +20,7 @@ from longctx.models import Llama
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.engine.memory import MemoryEstimate, estimate, param_bytes
-from longctx.serving.executor import messages
+from longctx.serving.executor import step_shapes
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
@@ -42,7 +42,7 @@ PLANS = st.builds(
 def short_messages() -> Iterator[None]:
     """Short sequences have messages of several lengths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "_LEAST_PAGES", 2)
+        patch.setattr(step_shapes, "_LEAST_PAGES", 2)
         yield
 
 

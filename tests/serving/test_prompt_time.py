@@ -9,7 +9,7 @@ from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor.roofline import roofline
-from longctx.serving.scheduler.prompt_time import PromptTime
+from longctx.serving.scheduler.forecast import PromptTime
 from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 

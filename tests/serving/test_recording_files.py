@@ -14,11 +14,11 @@ from recorded import drive, recorded_engine, replay, summary
 from longctx.models.footprint import FP8_KV
 from longctx.serving import Engine, Output, ParallelPlan
 from longctx.serving.recording import writer
-from longctx.serving.recording.frames import HEADER_BYTES, frame, read_frames
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog, find_run
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.recording.records import Snapshot
+from longctx.serving.recording.writer import HEADER_BYTES, frame, read_frames
 from longctx.simulation.incident.alternative import Alternative
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.replayer import Replayer

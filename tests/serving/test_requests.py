@@ -9,7 +9,7 @@ from fake_device import VOCAB, expected_tokens, make_engine
 
 from longctx.models import ByteTokenizer
 from longctx.serving import EngineConfig, Request, SamplingParams
-from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.request.completion import Detokenizer
 from longctx.serving.scheduler.sequence import Sequence, State
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()

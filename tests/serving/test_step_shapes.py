@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan
-from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
-from longctx.serving.executor.step_shapes import StepShapes
+from longctx.serving.executor.step_shapes import NOTHING_CACHED, Message, Messages, StepShapes
 from longctx.serving.runner.step_inputs import Shape
 
 MODEL = LlamaConfig.preset("llama-3-8b")

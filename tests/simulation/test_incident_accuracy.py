@@ -13,8 +13,8 @@ from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import VirtualExecutor
-from longctx.simulation.incident.accuracy import accuracy_table, simulate_incident
 from longctx.simulation.incident.baseline import Baseline
+from longctx.simulation.incident.compare import accuracy_table, simulate_incident
 from longctx.simulation.incident.replayer import Replayer
 from longctx.simulation.instance.device_speed import DeviceSpeed
 

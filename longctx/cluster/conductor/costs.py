@@ -29,7 +29,7 @@ class PredictorCosts:
       token_bytes: of keys and values of a token, in all layers.
       plan: of the instance's devices.
       prompt_seconds: of the tokens of a prompt from `start` to `stop`, where a request spans context ranks, such as
-        `longctx.serving.scheduler.prompt_time.PromptTime.prefill_seconds`; None: the predictor's.
+        `longctx.serving.scheduler.forecast.PromptTime.prefill_seconds`; None: the predictor's.
 
     Raises:
       TypeError, ValueError: the predictor can't be used, or a number is out of range.

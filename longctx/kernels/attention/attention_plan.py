@@ -25,7 +25,7 @@ from longctx.kernels.kernel_jit import kernel_jit
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """What `plan_attention` derives, for `attention(..., plan=)`. It is a pytree, so functions under jit may take it.
+    """Result of `plan_attention`, for `attention(..., plan=)`. It is a pytree, so functions under jit may take it.
 
     Attributes:
       implementation: which it serves.

@@ -127,13 +127,13 @@ class Kernel:
         return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
 
     def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
-        """What `forward` derives from shapes, tokens and `causal` alone; None: nothing."""
+        """Return what `forward` derives from shapes, tokens and `causal` alone; None: nothing."""
         if self.implementation != "mosaic_gpu" or 0 in (*q_shape, *k_shape):
             return None
         return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.causal, self.reserved_multiprocessors)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
+        """Return the contribution of these keys to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
         if operands.are_empty:
             d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-operands.q.ndim :])
             return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv

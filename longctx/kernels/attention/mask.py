@@ -87,7 +87,7 @@ def block_range(queries: Blocks, keys: Blocks, causal: bool, num_whole: int) -> 
     num_blocks = keys.first_segment.shape[0]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     seen = (queries.first_segment <= keys.last_segment) & (queries.last_segment >= keys.first_segment)
-    # A last block that was moved back overlaps its neighbour. Those keys are masked, so it is never full.
+    # A last block that was moved back overlaps the one before it. Those keys are masked, so it is never full.
     full = (queries.first_segment == keys.first_segment) & queries.uniform & keys.uniform & (block < num_whole)
     if causal:
         seen &= keys.first_position <= queries.last_position

@@ -49,7 +49,7 @@ class BackwardConfig:
 
     @property
     def num_resident(self) -> int:
-        """How many of the tile's two operands are needed: the second serves d_scores alone."""
+        """Number of the tile's two operands that are needed: the second serves d_scores alone."""
         return 1 + self.scores
 
 
@@ -138,7 +138,7 @@ class Steps(NamedTuple):
 
 
 class ThreadBlock(NamedTuple):
-    """What the warpgroups of a thread block share."""
+    """State that the warpgroups of a thread block share."""
 
     config: BackwardConfig
     steps: Steps

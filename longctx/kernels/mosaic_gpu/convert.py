@@ -1,4 +1,4 @@
-"""What the converter warpgroup does: blocks of FP8 pages become the 16 bits that consumers multiply.
+"""The converter warpgroup: it turns blocks of FP8 pages into the 16 bits that consumers multiply.
 
 wgmma takes a second operand of 8 bits only where the summed dimension is contiguous: keys are such, values are not.
 """

@@ -26,7 +26,7 @@ _COMPILED_FOR: contextvars.ContextVar["Device | None"] = contextvars.ContextVar(
 
 
 class Device(NamedTuple):
-    """What the choice and the grid of a kernel depend on."""
+    """Properties of a device that the choice and the grid of a kernel depend on."""
 
     kind: str
     platform: str

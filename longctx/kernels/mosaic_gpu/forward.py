@@ -62,7 +62,7 @@ def attention_forward(
     Returns:
       out and lse (float32, natural log): `[pieces, block_q, H]` and `[pieces, block_q]` if the work is split,
       else `[tiles, block_q, heads, H]` and `[tiles, block_q, heads]`. Rows that a tile does not own hold any finite
-      values; pieces that nobody computes hold any values.
+      values; pieces that are not computed hold any values.
     """
     tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
     block_q, num_tiles, num_workers = tile_config.block_q, work.tiles.shape[0], work.workers.shape[0]
@@ -153,7 +153,7 @@ class Operands(NamedTuple):
 
 
 class ThreadBlock(NamedTuple):
-    """What all warpgroups of a thread block share."""
+    """State that all warpgroups of a thread block share."""
 
     config: ForwardConfig
     pipeline: schedule.Pipeline

@@ -81,7 +81,7 @@ class MergeConfig(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where rows are."""
+    """Places of rows."""
 
     heads: int
     group: int
@@ -169,7 +169,7 @@ def _kernel(
 
 
 class _State(NamedTuple):
-    """Of one row: `acc` `[H]` and `total` are sums of weights exp(lse - peak)."""
+    """State of one row: `acc` `[H]` and `total` are sums of weights exp(lse - peak)."""
 
     acc: Array
     peak: Array
@@ -200,7 +200,7 @@ def _exp(x: Array) -> Array:
 
 
 def _max(values: list[Array]) -> Array:
-    """Of a power of two of values, in pairs: a chain would take the latency of each."""
+    """Return the maximum of a power of two of values, in pairs: a chain would take the latency of each."""
     while len(values) > 1:
         values = [jnp.maximum(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]

@@ -84,7 +84,7 @@ def _release_of(ptx_version: int) -> tuple[int, int] | None:
 
 
 def _packages(library: Path) -> Iterator[Path]:
-    """Where CUDA's packages lie beside JAX; `library` is its extension module for Mosaic."""
+    """Return the folders of CUDA's packages beside JAX; `library` is its extension module for Mosaic."""
     for beside in (library.parent / "..", library.parent / "../.."):
         yield beside / "nvidia/cuda_nvcc"
         yield beside / "nvidia/cu13"
@@ -92,7 +92,7 @@ def _packages(library: Path) -> Iterator[Path]:
 
 
 def _candidates(packaged: Iterable[Path]) -> Iterator[Path]:
-    """Where jaxlib looks for ptxas, in its order: in the CUDA packages beside JAX at last."""
+    """Yield the places where jaxlib looks for ptxas, in its order: in the CUDA packages beside JAX at last."""
     yield Path("cuda_sdk_lib/bin/ptxas")
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         yield Path(folder, "ptxas")

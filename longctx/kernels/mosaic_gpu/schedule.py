@@ -66,12 +66,12 @@ class Pipeline(NamedTuple):
 
     @property
     def multiplied(self) -> Rings:
-        """What the consumers read."""
+        """Stages that the consumers read."""
         return Rings(*_MULTIPLIED, self.num_stages, 1 if self.num_fp8_stages else self.copies)
 
     @property
     def copied(self) -> Rings:
-        """What the producer fills."""
+        """Stages that the producer fills."""
         return Rings(*_FP8, self.num_fp8_stages, self.copies) if self.num_fp8_stages else self.multiplied
 
     @property
@@ -91,7 +91,7 @@ class Pipeline(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a role has passed: it says which stage and which phase comes next."""
+    """Position of a role: the stage and the phase that come next."""
 
     blocks: Any
     tiles: Any  # those with at least one block
@@ -102,7 +102,7 @@ class Progress(NamedTuple):
 
 @runtime_checkable
 class Machine(Protocol):
-    """What both roles act on. Integers may be Python's or traced."""
+    """State that both roles act on. Integers may be Python's or traced."""
 
     pipeline: Pipeline
 
@@ -134,7 +134,7 @@ class Machine(Protocol):
 
 @runtime_checkable
 class Producer(Machine, Protocol):
-    """What the producer does besides. A copy to slot i of `q` arrives on `q_ready` i once it is there, and so on."""
+    """Actions of the producer. A copy to slot i of `q` arrives on `q_ready` i once it is there, and so on."""
 
     def copy_rows(self, tile: Any, consumer: int) -> None:
         """Begin to copy the rows of a consumer to `q[consumer]`."""
@@ -148,7 +148,7 @@ class Producer(Machine, Protocol):
 
 @runtime_checkable
 class Converter(Machine, Protocol):
-    """What the converter does besides."""
+    """Actions of the converter."""
 
     def convert(self, source: Ring, source_stage: Any, ring: Ring, stage: Any) -> None:
         """Write a block of an FP8 ring to another ring in 16 bits, visible to products that begin later."""
@@ -156,12 +156,12 @@ class Converter(Machine, Protocol):
 
 @runtime_checkable
 class Consumer(Machine, Protocol):
-    """What a consumer does besides, in registers. `softmax` is what the softmax carries beside acc."""
+    """Actions of a consumer, in registers. `softmax` is what the softmax carries beside acc."""
 
     consumer: Any  # 0 or 1
 
     def begin(self, tile: Any) -> tuple[Any, Any, Any]:
-        """What the masks of these rows need; acc of 0; and the softmax of rows that have seen nothing."""
+        """Return what the masks of these rows need, an acc of 0, and the softmax of rows that have seen nothing."""
 
     def weigh(self, tile: Any, mask: Any, n: Any, softmax: Any, scores: Any) -> tuple[Any, Any, Any]:
         """The softmax after the n-th block, the block's weights in float32, and the decay of what came before.
@@ -173,10 +173,10 @@ class Consumer(Machine, Protocol):
         """Weights in 16 bits, as products take them."""
 
     def clean(self, tile: Any, n: Any, stage: Any) -> None:
-        """Write zeros over values of the n-th block that nobody ever wrote, in a stage of `v`."""
+        """Write zeros over values of the n-th block that were never written, in a stage of `v`."""
 
     def multiply(self, products: Callable[..., Any], scores: bool, acc: Any = None, like: Any = None) -> Any:
-        """What `products` returns, called with an accumulator of zeros for scores, if `scores`, and then one that
+        """Return what `products` does, called with an accumulator of zeros for scores, if `scores`, then one that
         begins with `acc`, if given; then `like` has the structure, shapes and dtypes of what it returns."""
 
     def issue_scores(self, accumulator: Any, stage: Any) -> None:
@@ -186,7 +186,7 @@ class Consumer(Machine, Protocol):
         """Begin `accumulator += weights @ v[stage]`, which reads v until it is awaited."""
 
     def awaited(self, accumulator: Any, in_flight: int = 0) -> Any:
-        """Wait until at most so many of the products issued last are in flight; the accumulator's value."""
+        """Wait until at most `in_flight` of the products issued last are in flight; return the accumulator's value."""
 
     def store(self, tile: Any, acc: Any, softmax: Any) -> None:
         """Write the results of a tile."""
@@ -256,7 +256,7 @@ def convert(machine: Converter, start: Any, stop: Any) -> None:
 
 
 def _free_stage(machine: Machine, rings: Rings, ring: Ring, number: Any) -> Any:
-    """The stage for a block, by its number since the beginning, once nobody reads what it held before."""
+    """The stage for a block, by its number since the beginning, once what it held before is no longer read."""
     stage = machine.remainder(number, rings.num_stages)
     machine.when(number >= rings.num_stages, lambda: machine.wait(ring.free, stage))
     return stage

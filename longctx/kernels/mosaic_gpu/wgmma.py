@@ -38,7 +38,7 @@ class Accumulator:
             plgpu.wgmma(self._ref, a, b.transpose((1, 0)) if transposed else b)
 
     def awaited(self, in_flight: int = 0) -> Array:
-        """Wait until at most so many of the products issued last are in flight.
+        """Wait until at most `in_flight` of the products issued last are in flight.
 
         Raises:
           ValueError: the product of this accumulator may be one of them.
@@ -65,7 +65,7 @@ def _late_product(early: list[Array], operands: tuple[Any, Any], transposed: boo
 
 
 def multiply(starts: Sequence[Array | tuple[int, int]], products: Callable[..., Any], like: Any = None) -> Any:
-    """What `products` returns, called with an `Accumulator` for each start.
+    """Return what `products` returns, called with an `Accumulator` for each start.
 
     Args:
       starts: float32 arrays in layout `TILE`, or shapes of zeros.

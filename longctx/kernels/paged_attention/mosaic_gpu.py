@@ -142,7 +142,7 @@ def _index_below(stops: Array, x: Array) -> Array:
 
 
 def _count_slots(operands: PagedOperands, positions: Array, sequence: Array) -> Array:
-    """How many slots of a sequence's listed pages, in order, hold keys up to a position: `[n]`, `[n]` -> `[n]`."""
+    """Count the slots of a sequence's listed pages, in order, with keys up to a position: `[n]`, `[n]` -> `[n]`."""
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     sequence = jnp.clip(sequence, 0, operands.kv_lengths.shape[0] - 1)
     num_keys = jnp.maximum(jnp.minimum(positions, operands.kv_lengths[sequence] - 1) + 1, 0)

@@ -59,7 +59,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, 
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """What `plan_paged_attention` derives, for `paged_attention(..., plan=)`. It is a pytree.
+    """Result of `plan_paged_attention`, for `paged_attention(..., plan=)`. It is a pytree.
 
     Attributes:
       implementation: which it serves.

@@ -10,8 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.kv_cache.page_pool import PagePool
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import Sessions
+from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.mesh import MeshPredictor
@@ -19,9 +18,8 @@ from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
 from longctx.serving.scheduler.exchange_rule import SHARDED, ExchangeRule
-from longctx.serving.scheduler.policy import make_policy
+from longctx.serving.scheduler.policy import TenantShares, make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.tenants import TenantShares
 
 if TYPE_CHECKING:
     from longctx.models.tokenizer import Tokenizer

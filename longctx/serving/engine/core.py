@@ -19,8 +19,7 @@ from longctx.serving.executor.interface import Results
 from longctx.serving.kv_cache.connector import Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics

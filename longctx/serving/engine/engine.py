@@ -39,7 +39,6 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.device_memory import MemoryUse
 from longctx.serving.scheduler.look_ahead import copy_scheduler
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.slo import check_possible
 from longctx.serving.validation import check_real
 
 
@@ -286,7 +285,7 @@ class Engine(StepDriver):
         if self._resolved.is_profiled:
             cached = self.scheduler.count_cached(prepared.shared_keys)
             alone = dataclasses.replace(self.scheduler.forecast.time, predictor=self.predictor.predictor)
-            check_possible(request, cached, len(tokens), alone, self.plan.stage)
+            alone.check_targets(request, cached, len(tokens), self.plan.stage)
 
     def submit(
         self,

@@ -7,10 +7,8 @@ import numpy as np
 
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import Sessions
-from longctx.serving.request.completion import Completion
-from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.kv_cache.prefix import PageHash, Sessions
+from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.request.output import Metrics, TokenLogprob
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence

@@ -20,7 +20,6 @@ from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.recording.contents import RecordedRequest, request_of
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.records import (
@@ -31,9 +30,11 @@ from longctx.serving.recording.records import (
     Ended,
     Forgotten,
     LoadEnded,
+    RecordedRequest,
     Released,
     Snapshot,
     Step,
+    request_of,
     split_keys,
 )
 from longctx.serving.request.sampling_params import SamplingParams

@@ -11,8 +11,7 @@ from longctx.serving.engine.core import Core
 from longctx.serving.engine.jobs import Job
 from longctx.serving.engine.journal import Journal
 from longctx.serving.engine.verification import Verifier
-from longctx.serving.executor.interface import Executor
-from longctx.serving.executor.page_stats import MoverStats
+from longctx.serving.executor.interface import Executor, MoverStats
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key

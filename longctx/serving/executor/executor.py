@@ -1,10 +1,11 @@
-"""The executor that computes batches on devices."""
+"""The executor that computes batches on devices: page tables, steps, and the results that are still to be read."""
 
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,23 +16,146 @@ from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
-from longctx.serving.executor.messages import Message
 from longctx.serving.executor.page_fit import PageFit, compile_shapes
 from longctx.serving.executor.page_mover import PageMover
-from longctx.serving.executor.page_tables import PageTables
-from longctx.serving.executor.read_out import ReadOut
-from longctx.serving.executor.row_layout import RowLayout
-from longctx.serving.executor.step_shapes import Rows, StepShapes
+from longctx.serving.executor.row_layout import RowLayout, TableEntry
+from longctx.serving.executor.step_shapes import Message, Rows, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
-from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
+from longctx.serving.runner.sampler import Controls, LogitBias, SampledTokens, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
-from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.rank_work import keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
+
+BLOCK = 1024  # entries that `set_entries` sends at a time
+
+
+class PageTables:
+    """Pages of each slot on each rank, and where the next ones are written.
+
+    Args:
+      num_pages: of each rank.
+    """
+
+    def __init__(self, runner: ModelRunner, num_ranks: int, num_slots: int, num_pages: int) -> None:
+        self._runner, self._num_pages = runner, num_pages
+        self._held = np.zeros((num_ranks, num_slots), np.int32)
+
+    def clear(self, slot: int) -> None:
+        """A slot has a new sequence."""
+        self._held[:, slot] = 0
+        if len(self._held) > 1:
+            self._runner.clear_slot(slot)
+
+    def write(self, tables: list[TableRun], room: int) -> list[list[TableEntry]]:
+        """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it.
+
+        Args:
+          room: entries of each rank that the step's shape has room for.
+        """
+        entries: list[list[TableEntry]] = [[] for _ in self._held]
+        for slot, first, pages in tables:
+            runs: list[list[TableEntry]] = [[] for _ in entries]
+            for number, page in enumerate(pages, first):
+                rank, local = divmod(page, self._num_pages)
+                runs[rank].append(TableEntry(slot, int(self._held[rank, slot]), local, number))
+                self._held[rank, slot] += 1
+            if all(len(x) + len(run) <= room for x, run in zip(entries, runs, strict=True)):
+                for x, run in zip(entries, runs, strict=True):
+                    x += run
+            else:
+                self._send_ahead(slot, runs)
+        return entries
+
+    def _send_ahead(self, slot: int, runs: list[list[TableEntry]]) -> None:
+        for start in range(0, max(map(len, runs)), BLOCK):
+            pages, numbers = np.full((2, len(runs), BLOCK), -1, np.int32)
+            firsts = np.zeros(len(runs), np.int32)
+            for rank, run in enumerate(runs):
+                part = run[start : start + BLOCK]
+                if part:
+                    firsts[rank] = part[0].entry
+                    pages[rank, : len(part)] = [x.page for x in part]
+                    numbers[rank, : len(part)] = [x.number for x in part]
+            self._runner.set_entries(slot, firsts, pages, numbers)
+
+    def warm_up(self) -> None:
+        """Run what writes ahead of a step once, to no effect on pages."""
+        ranks = len(self._held)
+        block = np.full((ranks, BLOCK), -1, np.int32)
+        if ranks > 1:
+            self._runner.clear_slot(0)
+        self._runner.set_entries(0, np.zeros(ranks, np.int32), block, block)
+
+
+Place = tuple[int, int, int]
+"""Rank, row and position of a token."""
+
+
+@dataclass
+class PendingResults:
+    """Results of a batch in the last stage, on their way to the host."""
+
+    drawn: SampledTokens
+    num_samples: int  # of a rank, in the arrays of `drawn`
+    prompts: list[tuple[Chunk, list[Place], Any]] = field(default_factory=list)  # where logprobs were asked for
+
+    @classmethod
+    def begin(
+        cls, runner: ModelRunner, layout: RowLayout, drawn: SampledTokens, hidden: Any, shape: Shape
+    ) -> "PendingResults":
+        """Ask for what the host wants to know besides the tokens."""
+        asked: list[tuple[Chunk, list[Place]]] = []
+        targets = np.zeros((shape.ranks, shape.rows), np.int32)
+        for chunk in layout.batch.chunks:
+            completion = completion_of(chunk.sequence)
+            if completion.num_prompt_logprobs is not None and chunk.start < completion.num_prompt - 1:
+                rows = layout.rows_of(chunk, shape)
+                for rank, row, position in rows:
+                    if position < completion.num_prompt - 1:
+                        targets[rank, row] = completion.tokens[position + 1]
+                asked.append((chunk, rows))
+        if not asked:
+            return cls(drawn, shape.samples)
+        results = runner.prompt_logprobs(hidden, targets, shape)
+        return cls(drawn, shape.samples, [(chunk, rows, results) for chunk, rows in asked])
+
+    def results(self, layout: RowLayout) -> Results:
+        """Wait for it."""
+        sampled, drawn = layout.sampled, self.drawn
+        at = [place.rank * self.num_samples + place.number for place in sampled]
+        tokens = np.asarray(drawn.tokens)[at].tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(sampled)
+        wanted = [completion_of(place.chunk.sequence).params.logprobs for place in sampled]
+        if any(count is not None for count in wanted):
+            arrays = [np.asarray(x) for x in drawn[1:]]
+            logprobs = [None if n is None else _logprob(arrays, i, n) for i, n in zip(at, wanted, strict=True)]
+        return Results(tokens, logprobs, [self._of_prompt(layout, *prompt) for prompt in self.prompts])
+
+    @staticmethod
+    def _of_prompt(layout: RowLayout, chunk: Chunk, rows: list[Place], results: Any) -> Any:
+        completion = completion_of(chunk.sequence)
+        arrays = [np.asarray(x) for x in results]
+        each = arrays[0].shape[0] // layout.num_ranks
+        told = [
+            _logprob(arrays, rank * each + row, completion.num_prompt_logprobs or 0)
+            for rank, row, position in rows
+            if position < completion.num_prompt - 1
+        ]
+        return chunk.sequence, chunk.start + 1, told
+
+
+def _logprob(arrays: List[np.ndarray], row: int, count: int) -> TokenLogprob:
+    logprobs, top_tokens, top_logprobs = (x[row] for x in arrays)
+    return TokenLogprob(
+        float(logprobs), tuple(zip(top_tokens[:count].tolist(), top_logprobs[:count].tolist(), strict=True))
+    )
+
 
 _READ_BYTES = 256 << 20  # of pages that are stored, at least
 
@@ -49,7 +173,7 @@ class Pending:
     layout: RowLayout
     exchange: str = ""  # of its sharded rows, if it has some
     pages: int = 0  # with cached keys of its sharded sequences, on the rank that has most
-    read_out: ReadOut | None = None
+    read_out: PendingResults | None = None
     packed: tuple[Shape, np.ndarray] | None = None
 
     def pack(self, shape: Shape) -> np.ndarray:
@@ -182,7 +306,7 @@ class DeviceExecutor:
         drawn, hidden = self.runner.step(rows, samples, shape)
         if len(self._stages) == self._plan.stage:
             last = self._stages[0]
-            last.read_out = ReadOut.begin(self.runner, last.layout, drawn, hidden, shape)
+            last.read_out = PendingResults.begin(self.runner, last.layout, drawn, hidden, shape)
         return self._stages[-1]
 
     def wait(self, pending: Pending) -> Results:
@@ -215,7 +339,7 @@ class DeviceExecutor:
             self._biased[slot] = bool(params.logit_bias)
 
     def assemble(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, Shape]:
-        """What the step that begins a batch is told, and its shape: a batch for every stage, the last one's samples."""
+        """Return inputs and shape of the step that begins a batch: a batch for every stage, the last one's samples."""
         self._stages.append(self._lay_out(batch))
         shape = self._shape()
         empty = self._plan.stage - len(self._stages)

@@ -1,7 +1,8 @@
-"""What runs batches: the interface of executors, without JAX."""
+"""The interface of executors, without JAX."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
@@ -49,12 +50,12 @@ class Executor(Protocol):
 
     @property
     def page_layout(self) -> PageLayout:
-        """Of the pages that are read."""
+        """Layout of the pages that are read."""
         ...
 
     @property
     def sources(self) -> dict[str, PageSource]:
-        """Where loads get pages from, by name (`PageLoad.source`)."""
+        """Sources of loads' pages, by name (`PageLoad.source`)."""
         ...
 
     def compile(self, progress: Progress = ignore_progress) -> None:
@@ -64,3 +65,26 @@ class Executor(Protocol):
     def warm_up(self) -> None:
         """Do beforehand what happens once."""
         ...
+
+
+@dataclass
+class MoverStats:
+    """Counts of what has been moved since the beginning.
+
+    Attributes:
+      stored_pages, stored_bytes: that were read from the devices. dropped_stores: pages that the sink wanted, and for
+        which there was no room, or that it failed to take.
+      loads: that have ended; of these, short_loads had fewer pages than asked for, failed_loads an error, and
+        late_loads no block for too long.
+      loaded_pages: that loads ended with. loaded_bytes: that were written to the devices.
+    """
+
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    dropped_stores: int = 0
+    loads: int = 0
+    short_loads: int = 0
+    failed_loads: int = 0
+    late_loads: int = 0
+    loaded_pages: int = 0
+    loaded_bytes: int = 0

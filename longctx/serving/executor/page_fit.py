@@ -1,4 +1,4 @@
-"""How many pages fit into the memory of accelerators beside the programs of a step, which are compiled to find out."""
+"""Number of pages that fit into the memory of accelerators beside the programs of a step, which are compiled for it."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ class PageFit:
         Parameters are on the devices then, and pages are not.
 
         Args:
-          compile_largest: compiles the largest programs for so many pages, and returns them.
+          compile_largest: compiles the largest programs for a number of pages, and returns them.
 
         Raises:
           ValueError: there is room for none; the message has the numbers and the arguments to change.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.serving.executor.page_stats import MoverStats as MoverStats
+from longctx.serving.executor.interface import MoverStats as MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
 from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
 from longctx.serving.scheduler.batch import Batch
@@ -63,7 +63,7 @@ class PageMover:
     """Moves pages for a runner's engine. All methods are for the engine's thread.
 
     Args:
-      sink: keeps pages of `Batch.stores`; None: nobody.
+      sink: keeps pages of `Batch.stores`; None: they are not kept.
       sources: of `PageLoad.source`; may change meanwhile. A load from an unknown one ends at once, with nothing.
       step_bytes: that are written between two steps, at most (but one block at least).
       placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
@@ -197,7 +197,7 @@ class PageMover:
                 self._end(load, now, is_late and not is_over)
 
     def _late_at(self, load: _Load) -> float:
-        """When a load ends if no block comes before: its source may know that it takes longer."""
+        """Return when a load ends if no block comes before: its source may know that it takes longer."""
         return load.last_block + max(self._deadline, getattr(load.source, "patience", 0.0))
 
     def _take_placed(self, load: _Load, budget: int) -> tuple[list[tuple[PageBlock, Any, int]], int]:
@@ -227,7 +227,7 @@ class PageMover:
         self._retire(load.request.name)
 
     def _retire(self, name: str) -> None:
-        """Nobody wants more of a load: the thread closes it."""
+        """Retire a load that is no longer wanted: the thread closes it."""
         with self._lock:
             load = self._loads.pop(name)
             load.is_done = True

@@ -13,7 +13,7 @@ SHARDED, REPLICATED, LOCAL = range(3)  # kinds of rows, in the order in which a 
 
 
 class _Rows:
-    """Of one kind on one rank."""
+    """Rows of one kind on one rank."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -31,13 +31,13 @@ class _Rows:
         self.pages += pages
 
     def fill_up(self, count: int) -> None:
-        """With rows that are nobody's."""
+        """Add rows that belong to no sequence."""
         missing = count - len(self)
         self.add([0] * missing, [0] * missing, -1, [-1] * missing)
 
 
 class Sampled(NamedTuple):
-    """Where a token is drawn."""
+    """Place where a token is drawn."""
 
     chunk: Chunk
     rank: int

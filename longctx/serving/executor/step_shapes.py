@@ -1,16 +1,65 @@
-"""The shapes that steps are compiled for, and which of them a step takes."""
+"""The shapes that steps are compiled for: rows of each kind, and sizes of the messages between ranks."""
 
 import itertools
 import operator
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.cost import ModelShape
 from longctx.serving.config import EngineConfig
-from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import RowBuckets, Rows, is_full
+from longctx.serving.scheduler.exchange_rule import Rows, is_full
+
+_LEAST_PAGES, _FACTOR = 64, 4
+
+
+class Message(NamedTuple):
+    """Pages that a rank sends at a time, and how many times at most. With 0 pages, only new keys travel."""
+
+    pages: int
+    rounds: int
+
+    def rounds_for(self, pages: int) -> int:
+        """Return how many messages it takes to send `pages` pages."""
+        return -(-pages // self.pages) if self.pages else 1
+
+
+NOTHING_CACHED = Message(0, 1)
+
+
+class Messages:
+    """Lengths of messages, which grow by a factor of 4 from 64 pages to those of the longest sequence.
+
+    Each is sent up to 4 times, so that little of what is sent is padding, and the longest one any number of times: it
+    has a limit in bytes, and sequences that are packed may have more pages than the longest.
+
+    Args:
+      num_pages: of each rank. entries: pages of the longest sequence.
+      page_bytes: of a page's keys and values in one layer of a device.
+      most_bytes: of a message.
+    """
+
+    def __init__(self, num_pages: int, entries: int, page_bytes: float, most_bytes: float) -> None:
+        most = max(1, min(num_pages, int(most_bytes / page_bytes)))
+        lengths = [min(_LEAST_PAGES, most)]
+        while _FACTOR * lengths[-1] <= min(entries, most):
+            lengths.append(_FACTOR * lengths[-1])
+        rounds = [-(-longer // length) for length, longer in itertools.pairwise([*lengths, num_pages])]
+        self._messages = list(map(Message, lengths, rounds))
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
+
+    @property
+    def shortest(self) -> Message:
+        return self._messages[0]
+
+    def of(self, pages: int) -> Message:
+        """Return the longest message that `pages` pages fill, those of the rank that has most."""
+        return max((x for x in self._messages if x.pages <= pages), default=self.shortest)
+
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -38,7 +87,7 @@ class StepShapes:
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
         self._num_top = min(config.max_logprobs, model.vocab_size)
-        self._buckets = RowBuckets.of(plan, config)
+        self._buckets = config.step_rows(plan)
         shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
         page_bytes = 2 * config.page_size * shape.num_kv_heads * shape.head_size * element_bytes
         sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}
@@ -69,7 +118,7 @@ class StepShapes:
         return [shape for shape in shapes if not any(exceeds(other, shape) for other in shapes)]
 
     def holding(self, rows: Rows) -> Shape:
-        """The smallest shape with so many rows of each kind."""
+        """Return the smallest shape that has these rows of each kind."""
         return self._shape(self._buckets.round_up(rows))
 
     def of_step(self, rows: Rows, exchange: str, pages: int) -> Shape:

@@ -24,7 +24,7 @@ class EndedStep(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """How long the step took, if that is known."""
+        """Return the seconds that the step took, if they are known."""
         return self.duration if self.is_exact else None
 
 
@@ -47,7 +47,7 @@ class SubmitQueue:
     `wait` returns. Where submitting takes longer than computing, the results are there before `wait` asks for them; a
     step then takes what the host takes for one, as this is how often tokens come. It is unknown how long a step took if
 
-    - more than half of the time was spent neither submitting nor waiting, as when whoever takes the tokens takes their
+    - more than half of the time was spent neither submitting nor waiting, as when a caller takes its
       time;
     - it may have begun long before the step before it was looked at, whose results were there by then: where it was
       submitted so early that steps since then took more than twice as long as it, in the mean.
@@ -70,17 +70,17 @@ class SubmitQueue:
 
     @property
     def oldest(self) -> Any:
-        """What the executor knows the oldest in-flight batch by."""
+        """Return the executor's handle of the oldest in-flight batch."""
         return self._queue[0][1]
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the times of steps to come depend on, but for the times and numbers of those before."""
+        """Return what the times of later steps depend on, except the times and numbers of those before."""
         last = self._ticks[-1].number if self._ticks else 0
         return self._was_late, len(self._queue), tuple((last - tick.number, tick.behind) for tick in self._ticks)
 
     def skip(self, steps: int, now: float, predicted: Callable[[int], float]) -> None:
-        """As if so many more steps had begun and as many ended, in the same pattern; the last one at `now`.
+        """Advance as if `steps` more steps had begun and ended in the same pattern, the last one at `now`.
 
         Args:
           predicted: seconds of the slowest batch in the stages, when the step of a number is in the first.

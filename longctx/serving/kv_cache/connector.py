@@ -1,4 +1,4 @@
-"""How pages leave the devices and arrive: what the executor asks of tiers and of other engines. No JAX.
+"""Interfaces by which pages leave the devices and arrive: what the executor asks of tiers and other engines. No JAX.
 
 Stores and loads are planned by the scheduler (`Batch.stores`, `Batch.loads`) and end in wall time. A store that is
 dropped costs a later hit; a load that fails or comes short is computed instead. So whatever is behind these protocols
@@ -76,7 +76,7 @@ class PageBlock(NamedTuple):
     data: Any
 
     def common_with(self, whole: PageSlice) -> tuple[PageSlice, tuple[slice, slice], tuple[slice, slice]] | None:
-        """What it has of `whole`, and at which layers and heads that is in arrays of `whole` and in its own data."""
+        """Return its part of `whole`, and that part's layers and heads in arrays of `whole` and in its own data."""
         common = self.part.intersect(whole)
         return None if common is None else (common, common.within(whole), common.within(self.part))
 
@@ -100,13 +100,13 @@ class PageFetch(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody wants the rest. It may be called more than once, and waits for nobody."""
+        """Drop the rest. It may be called more than once, and waits for no other thread."""
         ...
 
 
 @runtime_checkable
 class PageSource(Protocol):
-    """Where a load gets its pages."""
+    """Source of a load's pages."""
 
     def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
         """Begin to fetch pages; `wake()` is called, in any thread, when blocks have come and at the end."""
@@ -115,10 +115,10 @@ class PageSource(Protocol):
 
 @runtime_checkable
 class LeasedSource(PageSource, Protocol):
-    """Pages that another engine keeps until they have been fetched, or nobody wants them."""
+    """Pages that another engine keeps until they have been fetched or released."""
 
     def release(self) -> None:
-        """Nobody will fetch them, or has to any more; it may be called more than once, from any thread."""
+        """Release the pages: no engine will fetch them any more. It may be called more than once, from any thread."""
         ...
 
 
@@ -135,7 +135,7 @@ class LocatedSources(Protocol):
         ...
 
     def drop(self, lease_id: str) -> None:
-        """Nobody wants them any more."""
+        """Drop the pages."""
         ...
 
 
@@ -150,7 +150,7 @@ class PageRead(Protocol):
 
 @runtime_checkable
 class PageSink(Protocol):
-    """What keeps pages that leave the devices."""
+    """Sink that keeps pages which leave the devices."""
 
     def wanted(self, stores: List[PageStore]) -> list[PageStore]:
         """Those that are not there yet, and for which there is room in the queue: only these are read."""
@@ -163,16 +163,16 @@ class PageSink(Protocol):
 
 @runtime_checkable
 class PageFinder(Protocol):
-    """What knows which pages are kept."""
+    """Finder of the pages that are kept."""
 
     def look_up(self, keys: List[Key]) -> int:
-        """How many leading pages it has, as far as is known without waiting. It begins to fetch those that are slow."""
+        """Return how many leading pages it is known to have, without waiting, and begin to fetch slow ones."""
         ...
 
 
 @runtime_checkable
 class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
-    """What keeps pages beyond the devices of an engine."""
+    """Keeper of pages beyond the devices of an engine."""
 
     def ask_ahead(self, keys: List[Key]) -> "Future[None] | None":
         """Find out what `look_up` will say; None: nothing is to be waited for."""

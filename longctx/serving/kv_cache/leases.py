@@ -34,7 +34,7 @@ class LeasedPages:
     """Pages of one completion: `length` tokens in `pages`, of which the last may be partial and has a key of its own.
 
     While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them, unless
-    nobody wants them any more by then. `owner` is its sequence: no other one adds to its pages.
+    they are not wanted any more by then. `owner` is its sequence: no other one adds to its pages.
     """
 
     owner: Any
@@ -84,7 +84,7 @@ class Leases:
         return ((lease_id, lease) for lease_id, lease in self._leases.items() if not lease.is_over)
 
     def begin(self, lease_id: str, owner: Any, keys: list[Key], total: int) -> None:
-        """A sequence of so many tokens comes whose pages are to be kept; `keys` has one for each page.
+        """Add a sequence of `total` tokens whose pages are to be kept; `keys` has one for each page.
 
         They are not if the id is another one's.
         """
@@ -92,7 +92,7 @@ class Leases:
             self._leases[lease_id] = LeasedPages(owner, keys, total=total)
 
     def note(self, lease_id: str, owner: Any, pages: list[int], length: int) -> None:
-        """So many tokens of a running sequence are complete, or will be before anything is read.
+        """Note that `length` tokens of a running sequence are complete, or will be before anything is read.
 
         None, for one that is preempted: its pages are another one's now.
         """
@@ -104,7 +104,7 @@ class Leases:
     def keep(self, lease_id: str, owner: Any, keys: list[Key], pages: list[int], length: int) -> bool:
         """A sequence ends with `length` tokens; it still holds the pages, and is about to give them back.
 
-        Returns whether they are kept: not if nobody wants them, or the id is another one's.
+        Returns whether they are kept: not if they are not wanted, or the id is another one's.
         """
         lease = self._leases.setdefault(lease_id, LeasedPages(owner))
         if lease.owner != owner or lease.is_over:
@@ -120,7 +120,7 @@ class Leases:
         return True
 
     def release(self, lease_id: str) -> None:
-        """Nobody needs a lease any more; that of a running sequence ends with it."""
+        """Release a lease that is no longer needed; that of a running sequence ends with it."""
         lease = self._leases.get(lease_id)
         if lease is not None and not lease.is_over:
             lease.is_wanted = False
@@ -128,7 +128,7 @@ class Leases:
             self.drop(lease_id, lease.owner)
 
     def drop(self, lease_id: str, owner: Any) -> None:
-        """End a lease at once: its pages are given back, or those of a running sequence are kept for nobody."""
+        """End a lease at once: its pages are given back, those of a running sequence when it ends."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.owner == owner:
             del self._leases[lease_id]

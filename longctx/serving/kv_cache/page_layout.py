@@ -1,4 +1,4 @@
-"""What the bytes of a page are, and which part of them somebody has: how engines of different plans understand pages.
+"""Layout of a page's bytes, and the parts of them that engines of different plans have.
 
 A page's payload is `[layers, 2, page_size, K, H]`, keys before values, of all layers and KV heads of the model, so it
 does not depend on a mesh. 16-bit floats travel as their bits. Of float8 pages it is `[layers, 2, page_size, K, H + 4]`
@@ -46,7 +46,7 @@ class PageLayout(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of one page: `(layers, 2, page_size, K, row_size)`."""
+        """Return the shape of one page: `(layers, 2, page_size, K, row_size)`."""
         return self.num_layers, 2, self.page_size, self.num_kv_heads, self.row_size
 
     @property
@@ -73,12 +73,12 @@ class PageSlice(NamedTuple):
     heads: tuple[int, int]
 
     def intersect(self, other: "PageSlice") -> "PageSlice | None":
-        """What both have; None if that is nothing."""
+        """Return the part that both have; None if that is nothing."""
         layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
         return None if layers is None or heads is None else PageSlice(layers, heads)
 
     def within(self, outer: "PageSlice") -> tuple[slice, slice]:
-        """Where an array of `outer` has these layers and heads."""
+        """Return the slice of these layers and heads in an array of `outer`."""
         return tuple(  # type: ignore[return-value]
             slice(own[0] - other[0], own[1] - other[0]) for own, other in zip(self, outer, strict=True)
         )

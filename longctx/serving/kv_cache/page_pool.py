@@ -1,7 +1,7 @@
 """Pages and who holds them: a host-side allocator with reference counts, and the index of what may be shared.
 
 A full page is known by a key that stands for its tokens and all tokens before them (`prefix`), so a sequence that
-begins with the same tokens can share it. A page that nobody holds keeps its contents and its key until memory is
+begins with the same tokens can share it. A page without a holder keeps its contents and its key until memory is
 needed: the least recently used go first, and of one chain its tail, without which the rest is still of use.
 
 Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); PagedAttention (Kwon et al. 2023).
@@ -30,7 +30,7 @@ class PageListener(Protocol):
         ...
 
     def cleared(self) -> None:
-        """No page that nobody holds can be found any more; each was told of as removed."""
+        """Forget the pages without a holder: none can be found any more, and listeners are told of each."""
         ...
 
 
@@ -113,7 +113,7 @@ class PagePool:
         return sum(self.reserved) + self.promised
 
     def alone(self, holder: int) -> list[int]:
-        """How many pages of each rank a holder holds alone."""
+        """Return how many pages of each rank a holder holds alone."""
         return self._alone.get(holder) or [0] * self.num_ranks
 
     @property
@@ -257,7 +257,7 @@ class PagePool:
         return count
 
     def state(self) -> list[RankState]:
-        """What a pool knows of each rank when nobody holds pages."""
+        """Return the state of each rank of a pool whose pages are all free or idle."""
         return [
             RankState(free.copy(), [*idle], [self._key_of[page] or b"" for page in idle])
             for free, idle in zip(self._free, self._idle, strict=True)

@@ -26,7 +26,7 @@ class Placement(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Of the `context` axis."""
+        """Ranks of the `context` axis."""
         ...
 
     def rank(self, number: int) -> int:
@@ -34,7 +34,7 @@ class Placement(Protocol):
         ...
 
     def counts(self, first: int, stop: int) -> list[int]:
-        """How many of the pages `first` to `stop - 1` each rank has."""
+        """Return how many of the pages `first` to `stop - 1` each rank has."""
         ...
 
     def until(self, number: int, ranks: tuple[int, ...]) -> float:
@@ -162,7 +162,7 @@ class Placer:
     def next_run(
         self, need: Need, available: List[int], load: Callable[[], List[float]], limit: float
     ) -> tuple[int, int] | None:
-        """Where a sequence goes on to grow: a rank, and how many pages it gets there; None if none is available.
+        """Choose where a sequence grows: a rank, and how many pages it gets there; None if no page is available.
 
         It stays on its last rank while there is room within the limit. Else it takes the rank with the least work among
         those that have room for all that it needs there, or if none has, among all; of equals the one with the most

@@ -1,12 +1,18 @@
-"""Keys of pages: a keyed hash of a page's tokens and of the key before it, so that a key stands for a whole prefix.
+"""Keys of pages, and the partial pages in which the next turns of sessions begin.
+
+A key is a keyed hash of a page's tokens and of the key before it, so that a key stands for a whole prefix.
 
 Source: Mooncake, section 3 and figure 3.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
+
+from longctx.serving.kv_cache.page_pool import Key
 
 KEY_BYTES = 16  # 128 bits: two of 2^40 pages collide with a probability of 2^-49
 
@@ -26,7 +32,7 @@ def with_followers(keys: Iterable[bytes], parents: Mapping[bytes, bytes]) -> lis
 
 
 class PageHash:
-    """BLAKE2b under a secret key, so that nobody can craft a prompt that collides with another's.
+    """BLAKE2b under a secret key, so that no client can craft a prompt that collides with another's.
 
     Engines that are to recognise each other's pages share the secret; requests of different tenants, or of one tenant
     with different salts, have different chains.
@@ -62,3 +68,60 @@ class PageHash:
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
         return hashlib.blake2b(parent + contents, key=self._secret, digest_size=KEY_BYTES, person=b"page").digest()
+
+
+class PartialPage(NamedTuple):
+    """A session's last, partial page: its key, its number in the sequence, and how many of its tokens count."""
+
+    key: Key
+    number: int
+    tokens: int
+
+
+class _Turn(NamedTuple):
+    """End of a session's last turn: the key before its partial page, that page's key, number and tokens."""
+
+    parent: bytes
+    key: bytes
+    number: int
+    tokens: np.ndarray
+
+
+class Sessions:
+    """The last turn of each session, at most `capacity` of them: the oldest is forgotten first."""
+
+    def __init__(self, page_hash: PageHash, capacity: int) -> None:
+        self._hash, self._capacity = page_hash, capacity
+        self._turns: OrderedDict[tuple[bytes, str], _Turn] = OrderedDict()
+
+    def find(self, root: bytes, session_id: str | None, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        """The page where a session stopped, as far as its next prompt `[T]`, with such keys, goes on like it.
+
+        `root` is the key before its first page: sessions of one name under different roots are different ones.
+        """
+        turn = self._turns.get((root, session_id)) if session_id is not None else None
+        if turn is None or turn.number > len(keys) or turn.parent != _parent(root, keys, turn.number):
+            return None
+        own = tokens[turn.number * self._hash.page_size :][: len(turn.tokens)]
+        differs = np.flatnonzero(own != turn.tokens[: len(own)])
+        common = int(differs[0]) if len(differs) else len(own)
+        return PartialPage(turn.key, turn.number, common) if common else None
+
+    def note(self, root: bytes, session_id: str, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        """Remember a turn that ends after tokens `[T]`, all computed; the page to keep, if the last one is partial."""
+        size = self._hash.page_size
+        number = len(tokens) // size
+        if number > len(keys) or len(tokens) == number * size:
+            return None
+        last = tokens[number * size :].copy()
+        parent = _parent(root, keys, number)
+        key = self._hash.tail(parent, session_id, last)
+        self._turns[root, session_id] = _Turn(parent, key, number, last)
+        self._turns.move_to_end((root, session_id))
+        if len(self._turns) > self._capacity:
+            self._turns.popitem(last=False)
+        return PartialPage(key, number, len(last))
+
+
+def _parent(root: bytes, keys: list[bytes], number: int) -> bytes:
+    return keys[number - 1] if number else root

@@ -100,7 +100,7 @@ class Corrected:
         self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
 
     def state(self) -> list[list[tuple[float, float]]]:
-        """What it remembers of measured batches."""
+        """Return what it remembers of measured batches."""
         return [window.state() for window in (self._decodes, self._prompts, self._all)]
 
     def restore(self, windows: Iterable[Iterable[tuple[float, float]]]) -> None:

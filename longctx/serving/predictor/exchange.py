@@ -9,7 +9,7 @@ from longctx.serving.predictor.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeCost:
-    """What a step's replicated and sharded rows exchange in all layers of a stage.
+    """Cost of what a step's replicated and sharded rows exchange in all layers of a stage.
 
     The states of replicated rows are merged, and nothing hides that. Of sharded rows, in pass-KV cached and new keys go
     round in N - 1 hops, which attention hides; in pass-Q new keys are gathered, queries go round in N - 1 hops and

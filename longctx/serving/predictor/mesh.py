@@ -87,7 +87,7 @@ class MeshProgram:
 
 
 def features(work: Work, buckets: tuple[int, ...], tiles: tuple[int, ...]) -> list[float]:
-    """What the coefficients of a `MeshProgram` are multiplied with."""
+    """Return the factors of the coefficients of a `MeshProgram`."""
     rows = [0.0] * (3 * len(buckets))
     for i, count in enumerate((work.sharded, work.replicated, work.local)):
         if count:

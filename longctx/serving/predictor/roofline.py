@@ -167,7 +167,7 @@ def exchange_cost(
     partial_bytes: float = 4,
     kv_dtype: str | None = None,
 ) -> ExchangeCost | None:
-    """What rows exchange over `context`; None for one rank.
+    """Return the cost of what rows exchange over `context`; None for one rank.
 
     Raises:
       ValueError: tensor doesn't suit the heads, or the topology has no link for `context`.

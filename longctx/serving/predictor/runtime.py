@@ -60,7 +60,7 @@ def check_predictor(predictor: Predictor, rows: int) -> Predictor:
 
     Raises:
       TypeError: it lacks a method.
-      ValueError: it does not support so many rows, or predicts a time that is negative or not finite.
+      ValueError: it does not support `rows` rows, or predicts a time that is negative or not finite.
     """
     if not all(callable(getattr(predictor, name, None)) for name in ("seconds", "prefill_seconds")):
         raise TypeError(f"predictor must have `seconds` and `prefill_seconds`, got {predictor!r}")

@@ -130,7 +130,7 @@ class Work(NamedTuple):
 
     @property
     def local(self) -> int:
-        """Of `rows`, those that this rank computes alone, with all of their keys."""
+        """Rows that this rank computes alone, with all of their keys."""
         return self.rows - self.replicated - self.sharded
 
     @property

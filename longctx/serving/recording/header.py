@@ -25,7 +25,7 @@ NAME = "header.json"
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What an engine was made of.
+    """Settings that an engine was made of.
 
     Attributes:
       model: its sizes. `model_name` and `weights` (a fingerprint by file, see `checkpoint_fingerprint`) say which.
@@ -120,7 +120,7 @@ def custom_policy(config: EngineConfig) -> str | None:
 
 
 def _policy_name(config: EngineConfig) -> str:
-    # Whoever replays a custom one has to give it.
+    # A custom one has to be given again for a replay.
     return config.policy if isinstance(config.policy, str) else "fcfs"
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from longctx.serving.recording.frames import read_frames
 from longctx.serving.recording.header import NAME, Header
 from longctx.serving.recording.records import Record, decode
+from longctx.serving.recording.writer import read_frames
 
 
 def segment_name(number: int) -> str:

@@ -14,8 +14,7 @@ from longctx.serving.distributed.digest import DecisionDigest, pack
 from longctx.serving.distributed.orders import request_to_fields
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import segment_name
 from longctx.serving.recording.records import (
@@ -57,7 +56,7 @@ class Recorder:
       directory: of this run, see `open_recorder`.
       is_private: leave out prompts, tokens and sampling parameters.
       max_bytes: of the run's files. It is divided among eight, each of which begins where the engine has no request;
-        the oldest ones are removed. An engine that is never idle is recorded until there are so many bytes, and again
+        the oldest ones are removed. An engine that is never idle is recorded until there are that many bytes, and again
         from when it is idle.
       model_name, weights: which model it is: the latter as from `checkpoint_fingerprint`.
     """
@@ -261,7 +260,7 @@ def open_recorder(
       directory: of all runs.
       private: leave out prompts, tokens and sampling parameters; then decisions alone can be replayed.
       max_bytes: of the run's records.
-      model_name, weights: which model it is, for whoever replays: the latter as from `checkpoint_fingerprint`.
+      model_name, weights: which model it is, for replays: the latter as from `checkpoint_fingerprint`.
 
     Returns:
       A recorder, a context manager that closes its files.

@@ -1,4 +1,4 @@
-"""What a log is made of: records, as MessagePack by msgspec.
+"""Records of a log, as MessagePack by msgspec.
 
 A step's record takes some microseconds to write and some hundred bytes; as JSON it would take twice as many of both,
 and keys of pages are bytes.
@@ -8,11 +8,13 @@ a replay of decisions reads. Tokens and sampling parameters are there for a repl
 private log.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from longctx.serving.distributed.orders import request_from_fields
 from longctx.serving.kv_cache.prefix import KEY_BYTES
+from longctx.serving.request.request import Request
 
 PartialPage = tuple[bytes, int, int]
 """A session's last page: its key, its number in the sequence, and how many of its tokens count."""
@@ -22,7 +24,7 @@ STOP, NOT_FINITE = 1, 2
 
 
 class Content(msgspec.Struct, array_like=True, frozen=True):
-    """What a private log leaves out of an arrival: the prompt, int32 little-endian, and all fields of the request.
+    """Contents that a private log leaves out of an arrival: the prompt, int32 little-endian, and the request's fields.
 
     `seed`: of its first completion, also where the engine has drawn it.
     """
@@ -139,7 +141,7 @@ class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
-    """What an engine without requests knows, where a file of a log begins; decisions are hashed anew from there on.
+    """State of an engine without requests, with which a file of a log begins; decisions are hashed anew from there on.
 
     `slots`: free ones, and resting ones with the steps from which they are free. `pages`: of each rank, as in
     `RankState`, int32 little-endian and keys joined. `factor`, `windows`, `chunker`: what was measured and planned
@@ -180,3 +182,23 @@ def decode(payload: bytes) -> Record:
 def split_keys(joined: bytes) -> list[bytes]:
     """Keys that were joined."""
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+
+
+class RecordedRequest(NamedTuple):
+    """A request, and the tokens of each of its completions, as far as they came."""
+
+    request: Request
+    tokens: list[list[int]]
+
+
+def request_of(content: Content, request_id: str) -> Request:
+    """A recorded request, with the seed that it had.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        sampling = content.fields["sampling"] | {"seed": content.seed}
+        return request_from_fields(content.fields | {"sampling": sampling}, content.tokens, request_id)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"request {request_id!r} is not as this version of longctx records it: {error}") from None

@@ -76,5 +76,5 @@ def restore_snapshot(core: "Core", snapshot: Snapshot) -> list[Batch]:
 
 
 def _ended() -> Sequence:
-    """A sequence that has ended, whose samples nobody takes."""
+    """Return a sequence that has ended, whose samples are dropped."""
     return Sequence("ended before", -1, prompt_length=1, max_tokens=1, state=State.FINISHED)

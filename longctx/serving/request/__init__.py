@@ -1,1 +1,1 @@
-"""What users ask for and get: requests, outputs, completions and their text."""
+"""Requests, outputs, completions and their text."""

@@ -1,11 +1,10 @@
-"""One completion of a request, as the engine keeps it: tokens, text, and what ends them."""
+"""One completion of a request: its tokens, its text, and the stop strings and limits that end it."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
@@ -13,6 +12,52 @@ from longctx.serving.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from longctx.serving.kv_cache.page_pool import Key
     from longctx.serving.kv_cache.prefix import PageHash
+from longctx.models.stream_decoder import StreamDecoder
+from longctx.models.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Pieces of text that join to the whole, no part of a stop string among them.
+
+    `push` holds back what may begin a stop string; once a stop string is complete, `stopped` is true. Without a
+    tokenizer there is no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._stop = stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain."""
+        return "" if self._decoder is None or self.stopped else self._emit(self._decoder.push(token))
+
+    def finish(self) -> str:
+        """The text that was held back; a stop string may complete here."""
+        if self._decoder is None or self.stopped:
+            return ""
+        piece = self._emit(self._decoder.finish())
+        rest, self._held = self._held, ""
+        return piece + rest
+
+    def _emit(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        found = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
+        if found >= 0:
+            self.stopped, self._held = True, ""
+            return text[:found]
+        certain = len(text) - max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`, but is not all of it."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
@@ -57,7 +102,7 @@ class Completion:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many most likely tokens its prompt's positions ask for; None: it asks for no logprobs of its prompt."""
+        """Number of most likely tokens asked for at the prompt's positions; None: no logprobs are asked for there."""
         return self.params.prompt_logprobs if self.index == 0 else None
 
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
@@ -88,7 +133,7 @@ class Completion:
         page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Of the prompt's tokens from position `start` on; those that a preempted request computes anew are known."""
+        """Add log probabilities of the prompt's tokens from `start` on; after preemption some of them are known."""
         known = self.prompt_logprobs
         assert known is not None
         assert start <= len(known) + 1

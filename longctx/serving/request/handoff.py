@@ -16,7 +16,7 @@ from longctx.serving.validation import MAX_INT32, check_integer, check_text
 
 
 class Progress(NamedTuple):
-    """How far a completion has come.
+    """Progress of a completion.
 
     Attributes:
       lease: under which its pages are kept; None: nowhere, all of it is computed again.
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """What another engine has computed of a request.
+    """Results that another engine has computed of a request.
 
     Attributes:
       seed: that its tokens are drawn with, also where the engine drew it.
@@ -46,7 +46,7 @@ class Handoff(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Sequence[Output]) -> "Handoff":
-        """Of the outputs of a request with `lease`."""
+        """Make the handoff of a request with `lease` from its outputs."""
         completions = tuple(
             Progress(
                 None if each.lease is None else each.lease.lease_id,

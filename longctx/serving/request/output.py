@@ -1,4 +1,4 @@
-"""What users get: `Event`s as tokens come, and an `Output` at the end of each completion."""
+"""Results of requests: `Event`s as tokens come, and an `Output` at the end of each completion."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -161,7 +161,7 @@ class Output:
 
 @dataclass(slots=True)
 class Event:
-    """What one step brought a completion. `text` has become certain; `output` comes with the last event.
+    """Result of one step for a completion. `text` has become certain; `output` comes with the last event.
 
     Attributes:
       request_id: of its request.

@@ -1,4 +1,4 @@
-"""What users ask for: `Request`, checked when it is made."""
+"""`Request`, checked when it is made."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ Prompt = str | Sequence[int] | Request
 def read_requests(
     prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Request]:
-    """What `Engine.generate` is asked for, one by one.
+    """Yield the requests that `Engine.generate` is given, one by one.
 
     Raises:
       TypeError, ValueError: it is none of what that takes.

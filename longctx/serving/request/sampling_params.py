@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, checked when it is made: `SamplingParams`."""
+"""`SamplingParams`, checked when they are made."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _REALS: dict[str, tuple[float, float]] = {
 }
 
 MAX_LOGIT_BIAS = 300
-"""Tokens that a request may have biases for; the devices hold so many for each slot."""
+"""Tokens that a request may have biases for; the devices hold this many for each slot."""
 
 
 class SamplingLevel(IntEnum):
@@ -39,7 +39,7 @@ class SamplingLevel(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    r"""How a request's tokens are drawn, and when it ends. The defaults are greedy.
+    r"""Rules by which a request's tokens are drawn, and when it ends. The defaults are greedy.
 
     Integers are below 2**31, as the devices hold them.
 
@@ -60,7 +60,7 @@ class SamplingParams:
       stop: strings that end the text and are not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
-      logprobs: with each token, return its log probability and those of so many most likely ones (before biases,
+      logprobs: with each token, return its log probability and those of this many most likely ones (before biases,
         penalties, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
 

@@ -1,1 +1,1 @@
-"""What devices compute: the compiled step over the mesh, and small programs beside it."""
+"""Programs of the devices: the compiled step over the mesh, and small programs beside it."""

@@ -45,7 +45,7 @@ class DeviceMemory(NamedTuple):
 
 
 class ProgramMemory(NamedTuple):
-    """What programs take on a device, in bytes; of several programs, the most.
+    """Memory that programs take on a device, in bytes; of several programs, the most.
 
     Attributes:
       temporaries: while one runs.
@@ -59,7 +59,7 @@ class ProgramMemory(NamedTuple):
 
     @classmethod
     def of(cls, programs: Iterable[Any]) -> Self:
-        """Of compiled programs, as XLA says."""
+        """Return the memory of compiled programs, as XLA reports it."""
         found = [program.memory_analysis() for program in programs]
         temporaries = max((each.temp_size_in_bytes for each in found), default=0)
         outputs = max((each.output_size_in_bytes - each.alias_size_in_bytes for each in found), default=0)
@@ -70,7 +70,7 @@ class ProgramMemory(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Where the memory of an accelerator goes, in bytes, as its text shows line by line.
+    """Uses of an accelerator's memory, in bytes, as its text shows line by line.
 
     Attributes:
       device: its memory; `used` counts the weights, and arrays that are not the engine's.
@@ -104,12 +104,12 @@ class MemoryUse(NamedTuple):
 
     @property
     def reserve(self) -> int:
-        """What the allocator loses between arrays, and small programs."""
+        """Bytes that the allocator loses between arrays, and those of small programs."""
         return int(_RESERVE * self.device.limit)
 
     @property
     def unused(self) -> int:
-        """What is left; negative: what is missing."""
+        """Bytes that are left; negative: bytes that are missing."""
         parts = (self.weights, self.slots, self.pages, self.temporaries, self.outputs, self.autotuning, self.transfers)
         return self.device.limit - sum(parts) - self.others - self.reserve
 
@@ -122,7 +122,7 @@ class MemoryUse(NamedTuple):
         return min(fitting, fast) or fitting
 
     def with_programs(self, programs: ProgramMemory, in_flight: int) -> Self:
-        """With programs that were compiled for as many pages, of which so many are in flight at a time."""
+        """Return the use with programs compiled for as many pages, of which `in_flight` run at a time."""
         arguments = max(0, programs.arguments - self.pages)
         outputs = programs.outputs * in_flight
         return self._replace(temporaries=programs.temporaries, outputs=outputs, arguments=arguments)

@@ -129,7 +129,7 @@ def compile_layered_step(
 
 
 def _arrays(lowered: Any, mesh: Mesh, spec: P) -> Any:
-    """What a program returns, without values."""
+    """Return the results of a program, without values."""
     sharding = named_sharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info)
 

@@ -87,7 +87,7 @@ class ModelRunner(Protocol):
 
     @property
     def page_layout(self) -> PageLayout:
-        """Of pages that are read and written. Their numbers count the pages of all ranks, rank after rank."""
+        """Layout of pages that are read and written. Their numbers count the pages of all ranks, rank after rank."""
         ...
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DeviceRead:
@@ -194,7 +194,7 @@ class MeshModelRunner:
             self.allocate(num_pages)
 
     def allocate(self, num_pages: int) -> None:
-        """Make the arrays of the state, with so many pages of each rank; once."""
+        """Make the arrays of the state, with `num_pages` pages of each rank; once."""
         self._num_pages, state = num_pages, self.abstract_state(num_pages)
         page_index, no_bias = state_updates.unused_page_index(self._page_size), LogitBias.row(SamplingParams())
 
@@ -216,7 +216,7 @@ class MeshModelRunner:
         )
 
     def abstract_state(self, num_pages: int) -> DeviceState:
-        """Shapes, dtypes and shardings of the state with so many pages of each rank; no array is made."""
+        """Return shapes, dtypes and shardings of the state with `num_pages` pages of each rank; no array is made."""
         dtype = self.params["embed"].dtype
         sizes = num_pages, self._page_size, self._slots, self._entries, self._num_rows
         return abstract_state(self.model.config, self.mesh, dtype, self._kv_dtype, *sizes)

@@ -16,7 +16,7 @@ from longctx.serving.kv_cache.page_layout import PageSlice
 
 
 class DevicePart(NamedTuple):
-    """What one device has of the pages of its context rank.
+    """Part that one device has of the pages of its context rank.
 
     Attributes:
       rank: context rank.
@@ -46,7 +46,7 @@ def process_part(mesh: Mesh, config: LlamaConfig) -> PageSlice:
 
 
 def device_parts(mesh: Mesh, config: LlamaConfig) -> dict[jax.Device, DevicePart]:
-    """What each device of a mesh has."""
+    """Return the part of each device of a mesh."""
     stages, _, tensor = mesh.devices.shape
     layers = layers_of_stages(config.num_layers, stages)
     parts = {}

@@ -47,7 +47,7 @@ def write_rows(
 
 
 def _of_pools(data: Shaped[Array, "*rows 2 page_size heads row_size"], head_dim: int) -> tuple[Array, ...]:
-    """What each pool gets: keys and values `[*rows, page_size, heads, H]`, and scales `[*rows, heads, page_size]`."""
+    """Divide rows by pool: keys and values `[*rows, page_size, heads, H]`, and scales `[*rows, heads, page_size]`."""
     if data.shape[-1] == head_dim:
         return data[..., 0, :, :, :], data[..., 1, :, :, :]
     kv, scales = split_packed(data)
@@ -106,7 +106,7 @@ class PoolShape(NamedTuple):
     heads: int
 
     def pools(self, device: jax.Device) -> tuple[Any, ...]:
-        """Of `PagedCache`, as far as there are some."""
+        """Return the pools of `PagedCache`, as far as there are some."""
         layout = self.layout
         kv = _array(device, (self.rows, layout.page_size, self.heads, layout.head_dim), layout.bits)
         scales = _array(device, (self.rows, self.heads, layout.page_size), jnp.float32)
@@ -115,13 +115,13 @@ class PoolShape(NamedTuple):
 
 @cache
 def compile_read(device: jax.Device, shape: PoolShape, bucket: int) -> Any:
-    """`read_rows` of so many rows of pools of a shape, compiled for a device; once for all engines of a process."""
+    """Compile `read_rows` for a device, a number of rows and a shape of pools; once for all engines of a process."""
     return jax.jit(read_rows).lower(shape.pools(device), _array(device, (bucket,), jnp.int32)).compile()
 
 
 @cache
 def compile_write(device: jax.Device, shape: PoolShape, bucket: int, heads: int, is_cpu: bool) -> Any:
-    """`write_rows` of so many rows and heads into pools of a shape, compiled for a device; it donates the pools."""
+    """Compile `write_rows` for a device, numbers of rows and heads and a shape of pools; it donates the pools."""
     rows, scalar = _array(device, (bucket,), jnp.int32), _array(device, (), jnp.int32)
     data = _array(device, (bucket, 2, shape.layout.page_size, heads, shape.layout.row_size), shape.layout.bits)
     program = jax.jit(partial(write_rows, is_cpu), donate_argnums=0)
@@ -136,7 +136,7 @@ def _array(device: jax.Device, shape: tuple[int, ...], dtype: Any) -> Any:
 def cut_block(
     data: Array, pages: Array, layer: Array, head: Array, layers: int, heads: int, bucket: int
 ) -> Shaped[Array, "bucket 2 page_size heads row_size"]:
-    """Rows of some pages of a block, of so many layers and heads of it; the last pages may be there for the shape."""
+    """Return rows of some pages, layers and heads of a block; the last pages may only fill the shape."""
     cut = lax.dynamic_slice_in_dim(data.at[pages].get(mode="clip"), layer, layers, 1)
     rows = lax.dynamic_slice_in_dim(cut, head, heads, 4).reshape(-1, *data.shape[2:4], heads, data.shape[5])
     return jnp.pad(rows, [(0, bucket - rows.shape[0])] + [(0, 0)] * 4)

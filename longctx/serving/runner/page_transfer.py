@@ -208,7 +208,7 @@ class PageTransfer:
             start += count
 
     def _program(self, device: jax.Device, bucket: int, heads: int = 0) -> Any:
-        """The compiled program that reads rows, or that writes so many heads of them."""
+        """Return the compiled program that reads rows, or that writes `heads` heads of them."""
         key = device, bucket, heads
         if key not in self._programs:
             with self._compiling:
@@ -277,6 +277,6 @@ def _as_pages(rows: np.ndarray, count: int, part: PageSlice) -> np.ndarray:
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where consecutive numbers begin and end."""
+    """Return where consecutive numbers begin and end."""
     ends = [*np.flatnonzero(np.diff(numbers) != 1) + 1, len(numbers)]
     yield from zip([0, *ends[:-1]], ends, strict=True)

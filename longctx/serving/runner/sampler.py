@@ -18,7 +18,7 @@ bits that is exact, since no sequence has 2**31 tokens."""
 
 
 def count_tokens(prompt: Int[np.ndarray, "P"], output: Int[np.ndarray, "T"], vocab_size: int) -> np.ndarray:
-    """What has been `seen` after prompt and output, uint32 `[vocab]`."""
+    """Return `seen` after prompt and output, uint32 `[vocab]`."""
     seen = IN_OUTPUT * np.bincount(output, minlength=vocab_size).astype(np.uint32)
     seen[prompt] |= IN_PROMPT
     return seen

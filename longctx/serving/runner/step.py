@@ -56,7 +56,7 @@ class DeviceState(NamedTuple):
 
 
 def state_specs(stages: int, ranks: int, is_fp8: bool = False) -> DeviceState:
-    """A PartitionSpec for each array of the state, on a mesh of so many stages and context ranks.
+    """Return a PartitionSpec for each array of the state, on a mesh of `stages` stages and `ranks` context ranks.
 
     Args:
       is_fp8: whether the cache has FP8 pages.

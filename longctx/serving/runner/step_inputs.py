@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     ranks: int
     exchange: str = "pass_q"  # of the sharded rows
     message: int = 0  # cached pages that a rank sends at a time in pass-KV and all-gather; 0: nothing is cached
-    rounds: int = 1  # how many times a rank may send so many; only as many as it takes are done
+    rounds: int = 1  # how many such messages a rank may send; only as many as it takes are sent
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
     @property
     def of_samples(self) -> "Shape":
-        """What sampling depends on; the rest is 0."""
+        """Return the fields that sampling depends on; the rest is 0."""
         return type(self)(0, 0, 0, self.samples, 0, 0, 0, self.num_top, self.ranks)
 
     @property

@@ -1,11 +1,17 @@
-"""Which waiting sequences get a slot and pages, and when."""
+"""Admission: which waiting sequences get a slot and pages, and the memory reserved for one that lacks room.
+
+Source: EASY backfilling of batch schedulers (Lifka 1995; Mu'alem and Feitelson 2001), with pages instead of nodes.
+"""
 
 import bisect
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import accumulate
 
-from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
@@ -14,9 +20,123 @@ from longctx.serving.scheduler.page_planner import PagePlan, PagePlanner
 from longctx.serving.scheduler.policy import by_urgency, lends_steps, relative_slack
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
-from longctx.serving.scheduler.reservation import PredictedEnds, Reservation
 from longctx.serving.scheduler.running import Running, arrival_order
 from longctx.serving.scheduler.sequence import Sequence
+
+# Of the pages, what a reservation leaves for those that stay. With none, a reservation that takes just what comes back
+# would keep every short prompt with a long answer waiting; with it, the sequence may wait for one more end.
+_SPARE = 1 / 32
+
+
+class PredictedEnds:
+    """Predicts when sequences return their pages: prompts take turns, and all max_tokens are sampled.
+
+    Args:
+      prompts: (order, seconds) of the prompts that are read: the least order comes first.
+      shares: prompts share steps, so that a short one does not wait for the whole of a longer one before it.
+      token_seconds: between two tokens of a sequence.
+    """
+
+    def __init__(
+        self, prompts: Iterable[tuple[tuple[float, float], float]], shares: bool, token_seconds: float, now: float
+    ) -> None:
+        by_order = sorted(prompts)
+        self._orders = [order for order, _ in by_order]
+        self._before = [0.0, *accumulate(seconds for _, seconds in by_order)]
+        self._seconds = sorted(seconds for _, seconds in by_order) if shares else []
+        self._shorter = [0.0, *accumulate(self._seconds)]
+        self._shares, self.token_seconds, self._now = shares, token_seconds, now
+
+    def decode_end(self, sequence: Sequence) -> float:
+        """Return when a sequence ends whose prompt has been read."""
+        tokens = sequence.prompt_length + sequence.max_tokens - sequence.length
+        return self._now + tokens * self.token_seconds
+
+    def end(self, sequence: Sequence, order: tuple[float, float]) -> float:
+        """Return when a sequence ends that is read, or would be: after the prompts before it, or in turns with all.
+
+        In turns, each of the others has had as much time as this one when it ends, or all that it needs.
+        """
+        seconds = sequence.prefill_remaining
+        ahead = self._before[bisect_left(self._orders, order)]
+        if self._shares:
+            shorter = bisect_left(self._seconds, seconds)
+            ahead = min(ahead, self._shorter[shorter] + seconds * (len(self._seconds) - shorter))
+        return self.decode_end(sequence) + seconds + ahead
+
+
+class Reservation:
+    """Memory for a sequence without room: enough pages, at the time when they have come back by prediction.
+
+    Of those that run, some have passed it. These don't put the reservation off, however wrong predictions are: neither
+    the time nor what is left by then rests on when they end. So a sequence waits at most until all that run beside it
+    when it is blocked have ended, and then for those that were to have ended by then.
+
+    Attributes:
+      time: when enough of the others will have returned their pages, and a small share besides; `-inf` if they have,
+        and only sequences that were to return theirs by now hold what is missing.
+      surplus: pages of each rank that are left then; of all ranks together where sequences grow.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.needs = list[int]()
+        self.time, self.surplus = -math.inf, list[int]()
+        # Those that have passed: some return their pages by the time of the reservation, others it does not need.
+        self._returning, self._staying = set[Sequence](), set[Sequence]()
+
+    def update(
+        self, pool: PagePool, needs: list[int], others: Iterable[tuple[Sequence, float]], in_all: bool, margin: int
+    ) -> None:
+        """Find time and surplus anew.
+
+        Args:
+          needs: pages of each rank, or in all, that must be there.
+          others: sequences that run, with their predicted ends.
+          in_all: pages of all ranks are counted together.
+          margin: pages of each rank, or in all, that are not available though they are free.
+        """
+        self.needs = needs
+        returning, staying = set[Sequence](), set[Sequence]()
+        back, left = list[Sequence](), list[tuple[float, int, Sequence]]()
+        for other, end in others:
+            if other in self._returning:
+                returning.add(other)
+                back.append(other)
+            elif other in self._staying:
+                staying.add(other)
+            elif other is not self.sequence:
+                left.append((end, other.order, other))
+        self._returning, self._staying = returning, staying
+        free = [pool.num_available] if in_all else pool.by_rank
+        claims = sum(other.claim for other in staying)
+        self.surplus = [pages - need - margin - claims for pages, need in zip(free, self.needs, strict=True)]
+        for other in back:
+            self._return(pool, other, in_all)
+        self.time = -math.inf
+        for end, _, other in sorted(left):
+            if min(self.surplus) >= _SPARE * (pool.num_pages if in_all else pool.per_rank):
+                break
+            self._return(pool, other, in_all)
+            self.time = end
+
+    def allows(self, pages: List[int], end: float) -> bool:
+        """Return whether a sequence that takes `pages` until `end` may pass."""
+        return end <= self.time or all(count <= left for count, left in zip(pages, self.surplus, strict=True))
+
+    def pass_by(self, other: Sequence, pages: List[int], end: float) -> None:
+        """Let another sequence pass."""
+        if end <= self.time:
+            self._returning.add(other)
+        else:
+            self._staying.add(other)
+            self.surplus = [left - count for count, left in zip(pages, self.surplus, strict=True)]
+
+    def _return(self, pool: PagePool, other: Sequence, in_all: bool) -> None:
+        pages = [x + y for x, y in zip(pool.alone(other.order), other.reserved, strict=True)]
+        pages = [sum(pages) + other.promised] if in_all else pages
+        self.surplus = [left + count for left, count in zip(self.surplus, pages, strict=True)]
+
 
 # Seconds after which those who wait are ranked again, though nothing has changed but the time.
 _RANKED_AGAIN = 0.1
@@ -82,11 +202,11 @@ class Admission:
 
     @property
     def reservations(self) -> dict[Sequence, Reservation]:
-        """Of the most urgent sequences that wait for memory, as they were found last."""
+        """Return the reservations of the most urgent sequences that wait for memory, as they were found last."""
         return self._reservations
 
     def waits_for(self, sequence: Sequence) -> Sequence | None:
-        """Who computes the pages of a prefix that a sequence waits for."""
+        """Return the sequence that computes the pages of a prefix which a sequence waits for."""
         return self._waits.leader_of(sequence)
 
     def add(self, sequence: Sequence) -> None:
@@ -104,7 +224,7 @@ class Admission:
         self._rank_again()
 
     def admit(self, batch: Batch, now: float) -> None:
-        """Admit whoever can be. `batch.blocked` has those that run and wait for memory; who waits is added to them."""
+        """Admit the sequences that can be; those that lack memory are added to `batch.blocked`."""
         self._admit_waiting(batch, now)
         if self._blocked is not None:  # found in this step, or before, and nothing has changed since
             batch.blocked.append(self._blocked.sequence)
@@ -216,7 +336,7 @@ class Admission:
             self._remember_blocked(sequence, len(sequence.keys), now)
 
     def _reserve(self, sequence: Sequence, needs: list[int], now: float) -> Reservation:
-        """The reservation of a sequence that lacks so many pages, as predicted now."""
+        """Return the reservation of a sequence that lacks `needs` pages, as predicted now."""
         reservation = self._reservations.get(sequence) or Reservation(sequence)
         ends = self._predict_ends(now)
         running = [(s, ends.end(s, self._order(s, now))) for s in self._running.prefilling]
@@ -253,7 +373,7 @@ class Admission:
         return -sequence.priority, self._policy.urgency(sequence, now)
 
     def _by_urgency(self, waiting: list[Sequence], now: float) -> Iterator[Sequence]:
-        """Whoever may be admitted next, first."""
+        """Sort sequences by their turn to be admitted."""
         return by_urgency(self._policy, waiting, now, self._tenants)
 
     def _still_blocked(self) -> _Blocked | None:

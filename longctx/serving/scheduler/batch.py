@@ -1,4 +1,4 @@
-"""What a step computes: plain data that the scheduler makes and an executor runs."""
+"""Steps as plain data, which the scheduler makes and an executor runs."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class TableRun(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a step's rows exchange over the context ranks, and why.
+    """Exchange of a step's rows over the context ranks, and the reason for it.
 
     Attributes:
       name: of sharded rows `"pass_kv"`, `"pass_q"` or `"all_gather"`; `"kvp"` if there are only replicated ones.

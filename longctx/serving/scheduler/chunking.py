@@ -1,4 +1,4 @@
-"""How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
+"""Rows of a step for each prompt: chunk sizes, and prompts that share a step."""
 
 import functools
 import math
@@ -13,10 +13,9 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Policy, by_urgency, lends_steps
+from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
-from longctx.serving.scheduler.tenants import TenantShares
 from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
@@ -187,7 +186,7 @@ class Chunker:
             self._recent.append(rows)
 
     def state(self) -> tuple[list[int], int]:
-        """What it remembers of batches that have been planned."""
+        """Return what it remembers of batches that have been planned."""
         return list(self._recent), self._grown
 
     def restore(self, recent: List[int], grown: int) -> None:
@@ -275,7 +274,7 @@ class Chunker:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)
 
     def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
-        """Who may share the ranks of a prompt: those that need less than it does."""
+        """Return the prompts that may share the ranks of a prompt: those that need less than it does."""
         borrowers = [
             s
             for s in others

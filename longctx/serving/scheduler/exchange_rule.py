@@ -1,7 +1,8 @@
-"""Which rows of a step are sharded over the context ranks, and which exchange they take."""
+"""The rows that are sharded over context ranks, the exchange they take, and the sizes that steps are compiled for."""
 
 import functools
 from collections.abc import Sequence as List
+from typing import NamedTuple
 
 from longctx.parallel.cost import Thresholds
 from longctx.serving.parallel_plan import ParallelPlan
@@ -11,8 +12,71 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.batch import Exchange as Exchange
 from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, work_by_exchange, work_by_rank
-from longctx.serving.scheduler.row_buckets import allows_kv_exchange
 from longctx.serving.scheduler.sequence import Sequence
+
+Rows = tuple[int, int, int]
+"""Numbers of sharded, replicated and local rows of a rank."""
+
+_RINGS = ("pass_kv", "all_gather")  # exchanges in which keys travel
+
+
+def allows_kv_exchange(plan: ParallelPlan, buckets: List[int], sharded: int, *others: int) -> bool:
+    """Return whether a step with these rows of each kind is compiled for other exchanges than pass-Q.
+
+    Where pages interleave, every step is compiled for the exchanges that the paper's rules choose from, and for those
+    of `"auto"` if it has few replicated rows. Where sequences grow, there are many more combinations of rows: there a
+    step is, if it is full of sharded rows and has few others.
+
+    Args:
+      buckets: of sharded rows, ascending; the last is the most that a step has.
+    """
+    if plan.placement == "interleave":
+        return plan.exchange != "auto" or max(others, default=0) <= buckets[0]
+    return is_full(buckets, sharded, *others)
+
+
+def is_full(buckets: List[int], sharded: int, *others: int) -> bool:
+    """Whether a step is full of sharded rows, by their buckets, and has few others."""
+    return sharded > max(buckets[:-1], default=0) and max(others, default=0) <= buckets[0]
+
+
+class RowBuckets(NamedTuple):
+    """Buckets of each kind of rows, ascending."""
+
+    plan: ParallelPlan
+    kinds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def largest(self) -> Rows:
+        """The largest bucket of each kind of rows."""
+        sharded, replicated, local = map(max, self.kinds)
+        return sharded, replicated, local
+
+    def round_up(self, rows: Rows) -> Rows:
+        """Return the smallest buckets that hold these rows; for no row at all, those of one row."""
+        if not any(rows):
+            kind = max(number for number, buckets in enumerate(self.kinds) if any(buckets))
+            rows = int(kind == 0), int(kind == 1), int(kind == 2)
+        sharded, replicated, local = (
+            next(bucket for bucket in kind if bucket >= count) for kind, count in zip(self.kinds, rows, strict=True)
+        )
+        return sharded, replicated, local
+
+    def exchanges(self, rows: Rows) -> tuple[str, ...]:
+        """The exchanges that steps of such buckets are compiled for.
+
+        They are the one that the plan names, and pass-Q; see `allows_kv_exchange` for those that a rule may choose.
+        """
+        sharded, *others = rows
+        named = str(self.plan.exchange)
+        if not sharded:
+            return ("pass_q",)
+        if named in _RINGS:
+            return (named, "pass_q") if self.plan.placement == "interleave" else (named,)
+        if named == "pass_q" or not allows_kv_exchange(self.plan, self.kinds[0][1:], sharded, *others):
+            return ("pass_q",)
+        return ("pass_q", "pass_kv", "all_gather") if named == "auto" else ("pass_q", "pass_kv")
+
 
 SHARDED = ("pass_kv", "all_gather", "pass_q")
 """Exchanges of sharded rows; the first of equals is taken, so that no query travels where nothing is cached."""
@@ -118,7 +182,7 @@ class ExchangeRule:
         return self.shards(start, start + sequence.remaining, keys)
 
     def exchanges(self, tokens: int, cached: int, *others: int) -> List[str]:
-        """Those of which sharded rows take the fastest, of so many new tokens after cached ones.
+        """Return the exchanges of which sharded rows take the fastest, for `tokens` new tokens after `cached` ones.
 
         Args:
           others: rows of the other kinds in the step.
@@ -148,7 +212,7 @@ class ExchangeRule:
         return sum(_count_rows(chunks, self._plan.context)) <= self._rows
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
-        """What a step's rows exchange, None for nothing, and the work of each rank with that."""
+        """Return the exchange of a step's rows, None for none, and the work of each rank with it."""
         ranks = self._plan.context
         sharded = [chunk for chunk in chunks if chunk.sharded] if ranks > 1 else []
         if not sharded:
@@ -198,7 +262,7 @@ class ExchangeRule:
         return Exchange(name, f"predicted: {predicted}, {_size(sharded)}"), works[name]
 
     def _offered(self, sharded: int, *others: int) -> List[str]:
-        """What a rule may choose from in a step with so many rows of each kind on the fullest rank."""
+        """Return the exchanges a rule may choose from, given the rows of each kind on the fullest rank."""
         if self._buckets and not allows_kv_exchange(self._plan, self._buckets, sharded, *others):
             return ["pass_q"]
         return self._known

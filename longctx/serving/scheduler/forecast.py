@@ -1,17 +1,162 @@
-"""How long prompts will take, and when their first tokens are due."""
+"""Predicted seconds of prompts computed alone, by the ranks they grow onto, and deadlines of first tokens."""
 
 import itertools
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.scheduler.prompt_time import PromptTime
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.request import Request
+from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 
+# Steps that are predicted one by one; places at which the steps of a longer prompt are looked at; and, where ranks
+# fill up, rounds of all ranks.
+_LOOKED_AT, _PARTS, _FOLLOWED = 16, 4, 2
+
+
+@dataclass(frozen=True)
+class PromptTime:
+    """Predicts what a sequence takes that has the engine to itself.
+
+    A step takes as long as its slowest rank. That is the one with most of the sequence's keys, where rows are
+    replicated; where rows are sharded, all ranks have as many, but the keys of the fullest go round.
+
+    Attributes:
+      placer: says how pages spread over ranks.
+      rows: of a step on one rank, at most.
+      rank_tokens: tokens of which a rank has pages.
+
+    Source: Mnemosyne, 4.4, whose figure 10 and section 6.4 have the time of a step while requests grow.
+    """
+
+    predictor: Predictor
+    rule: ExchangeRule
+    placer: Placer
+    rows: int
+    page_size: int
+    rank_tokens: int
+
+    def prefill_seconds(self, start: int, stop: int, tpot: float | None = None) -> float:
+        """Seconds of a prompt's tokens from `start` to `stop`; `tpot`: the TPOT target, which its limit follows."""
+        limit = self._limit(tpot)
+        if stop <= start:
+            return 0.0
+        if not self._is_spread(stop, limit) and not self.rule.shards(start, stop):
+            return self.predictor.prefill_seconds(start, stop, self.rows)
+        total, chunk = 0.0, self._step(start, stop, limit)[0]
+        whole = stop - (stop - start - 1) % chunk - 1  # full steps until here, if they stay alike
+        if whole - start > _LOOKED_AT * chunk:
+            for end in self._edges(start, whole, limit):
+                # Between two edges, the seconds of a step are about linear in its context.
+                (tokens, first), last = self._step(start, stop, limit), max(start, end - chunk)
+                at_end, seconds = self._step(last, stop, limit)
+                total += (end - start) * (first / tokens + seconds / at_end) / 2
+                start = end
+        while start < stop:
+            tokens, seconds = self._step(start, stop, limit)
+            start, total = start + tokens, total + seconds
+        return total
+
+    def step_seconds(self, start: int, count: int, stop: int, tpot: float | None = None) -> float:
+        """Seconds of `count` tokens after `start` others of a prompt that ends at `stop`, as a part of a full step."""
+        tokens, seconds = self._step(start, stop, self._limit(tpot))
+        return seconds * count / tokens
+
+    def next_step(self, start: int, stop: int, tpot: float | None = None) -> tuple[int, float]:
+        """The tokens of the next full step of a prompt that ends at `stop`, from `start` on, and its seconds."""
+        return self._step(start, stop, self._limit(tpot))
+
+    def decode_seconds(self, context: int, tpot: float | None = None) -> float:
+        """Seconds of one token after `context` others, in one stage."""
+        limit, ranks = self._limit(tpot), self.placer.num_ranks
+        fullest = max(self._keys(context + 1, limit))
+        if ranks > 1 and self.rule.shards_decodes():
+            return self.predictor.seconds(Work().with_sharded(context, 1, ranks, samples=True, exchange="pass_q"))
+        work = Work().with_chunk(fullest - 1, 1, True, self._is_spread(context + 1, limit))
+        return self.predictor.seconds(work._replace(elsewhere=context + 1 - fullest))
+
+    def check_targets(self, request: Request, cached: int, length: int, stages: int) -> None:
+        """ValueError if what a request asks for can't be met by an engine that does nothing else.
+
+        Its prompt has `length` tokens, of which the cache has the first `cached`. A token takes a step in each stage.
+        """
+        if request.ttft_deadline is not None:
+            least = self.prefill_seconds(min(cached, length - 1), length, request.tpot_target)
+            if least > request.ttft_deadline:
+                raise ValueError(
+                    f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take "
+                    f"{least:.3g} s even alone, by the engine's profile"
+                )
+        if request.tpot_target is not None:
+            last = length + request.sampling.max_tokens - 2  # tokens before the last one that is computed
+            least = stages * self.decode_seconds(last, request.tpot_target)
+            if least > request.tpot_target:
+                raise ValueError(
+                    f"tpot_target={request.tpot_target} can't be met: a token after {last:,} others takes "
+                    f"{least:.3g} s even alone, by the engine's profile"
+                )
+
+    def _step(self, start: int, stop: int, limit: float) -> tuple[int, float]:
+        """The tokens of the next step of a prompt that ends at `stop`, and its seconds."""
+        ranks, keys = self.placer.num_ranks, self._keys(start, limit)
+        fullest = max(keys)
+        if ranks > 1 and self.rule.shards(start, stop, keys if start else None):
+            count = min(stop - start, ranks * self.rows)
+            cached, samples = fullest if count > 1 else 0, start + count == stop
+            works = (
+                Work().with_sharded(start, count, ranks, cached, samples, name)
+                for name in self.rule.exchanges(count, start)
+            )
+            seconds = (self.predictor.seconds(work._replace(elsewhere=(ranks - 1) * work.pairs)) for work in works)
+            return count, min(seconds)
+        count = min(stop - start, self.rows)
+        if not self._is_spread(start + count, limit):
+            return count, self.predictor.seconds(Work().with_chunk(start, count, start + count == stop))
+        # On the fullest rank there are few of the chunk's own keys, or none, if it grows on another one.
+        grows = max(self._keys(start + count, limit)) - fullest
+        here = max(0, fullest + (grows - count) // 2)
+        work = Work().with_chunk(here, count, start + count == stop, True)
+        rest = count * start + count * (count + 1) // 2 - work.pairs
+        return count, self.predictor.seconds(work._replace(elsewhere=max(0, rest)))
+
+    def _is_spread(self, tokens: int, limit: float) -> bool:
+        """Return whether a sequence of `tokens` tokens is on several ranks."""
+        return self.placer.num_ranks > 1 and (tokens > limit or not self.placer.grows)
+
+    def _limit(self, tpot: float | None) -> float:
+        """Tokens of a sequence that a rank has at most, if others have room."""
+        pages = min(self.placer.limit(tpot) * self.page_size, self.rank_tokens)
+        return pages if self.placer.grows else math.inf
+
+    def _keys(self, tokens: int, limit: float) -> list[int]:
+        """Return how many of a sequence's first tokens each rank has."""
+        ranks = self.placer.num_ranks
+        if ranks == 1:
+            return [tokens]
+        if not self.placer.grows:
+            return [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
+        rounds, rest = divmod(tokens, ranks * limit)
+        return [int(rounds * limit + min(max(0, rest - rank * limit), limit)) for rank in range(ranks)]
+
+    def _edges(self, start: int, stop: int, limit: float) -> list[int]:
+        """Return where steps change: the fullest rank begins to get more, or gets no more; `stop` is the last."""
+        ranks = self.placer.num_ranks
+        edges = {start + (stop - start) * i // _PARTS for i in range(1, _PARTS + 1)}
+        if limit < math.inf:
+            rounds = start // (ranks * limit)
+            edges |= {int((rounds + i) * ranks * limit + part) for i in range(_FOLLOWED) for part in (0, limit)}
+        return sorted(edge for edge in edges if start < edge <= stop)
+
+
 # A change of the predictor's correction for which the predictions of all prompts are corrected.
 _NOTABLE = 0.05
-# A prompt's rest is predicted as a whole whenever this share of it has been computed: one part of so many.
+# A prompt's rest is predicted as a whole each time one part of this many has been computed.
 _PARTS = 16
 
 

@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 
 
 def grantable(needs: int, free: int, others: List[Claim], rest: int) -> int:
-    """How many of the pages that one sequence needs can be promised to it now, so that all sequences can still end.
+    """Return how many of the pages that a sequence needs can be promised now so that all sequences can still end.
 
     Args:
       free: pages that are available.
@@ -49,7 +49,7 @@ def grantable(needs: int, free: int, others: List[Claim], rest: int) -> int:
 
 
 class Growth:
-    """Who gets pages of which rank.
+    """Assigns pages of ranks to sequences that grow.
 
     Args:
       rows: tokens of one prompt in a step, at most.
@@ -70,7 +70,7 @@ class Growth:
     def grantable(
         self, sequence: Sequence, needs: int, free: int, shared: int = 0, without: Collection[Sequence] = ()
     ) -> int:
-        """How many of the pages that a sequence needs can be promised to it now, see `grantable`.
+        """Return how many of the pages that a sequence needs can be promised to it now, see `grantable`.
 
         Args:
           shared: pages that it would share with one other, which gives them back only when both have ended.
@@ -127,7 +127,7 @@ class Growth:
         return run is not None
 
     def next_run(self, sequence: Sequence, count: int) -> tuple[int, int] | None:
-        """Where up to `count` pages of a running sequence go after those that it has or is promised: rank and pages."""
+        """Return rank and number of up to `count` pages that follow those a running sequence has or is promised."""
         held = tuple(a + b for a, b in zip(sequence.rank_pages, sequence.reserved, strict=True))
         stop = sum(held)
         assert sequence.placement is not None

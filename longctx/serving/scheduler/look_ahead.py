@@ -1,4 +1,4 @@
-"""When a request that came now would get its first token, and what it would wait for: the scheduler run ahead."""
+"""Prediction of a new request's first token, and of what it waits for, by running a copy of the scheduler ahead."""
 
 import copy
 from collections import defaultdict, deque
@@ -40,7 +40,7 @@ class Outlook(NamedTuple):
     bound: Bound
 
     def is_after(self, deadline: float) -> bool:
-        """Whether the first token is known to come after so many seconds."""
+        """Return whether the first token is known to come after `deadline` seconds."""
         return self.looked > deadline
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:
 
 
 def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:
-    """What a sequence waits for in a step."""
+    """Return what a sequence waits for in a step."""
     if sequence.is_running:
         return "prefill" if any(chunk.sequence is sequence for chunk in batch.chunks) else "queue"
     if not scheduler.running.slots.free:

@@ -19,7 +19,7 @@ class PageLoads:
     """Begins and ends the loads of running prompts.
 
     Attributes:
-      dropped: sequences whose loads nobody wants any more, since the last batch.
+      dropped: sequences whose loads are no longer wanted, since the last batch.
       missed: pages that loads did not bring, from tiers and from other engines (`"transfers"`).
       seconds_per_page: of the last loads from the engine's own tiers, in the mean; None: there was none.
     """
@@ -66,7 +66,7 @@ class PageLoads:
             batch.loads.append(PageLoad(name, keys, sequence.pages[first : first + count], sequence.source))
 
     def end(self, loaded: Loaded) -> Sequence | None:
-        """A load has ended; the sequence that goes on, None if nobody waits for it any more."""
+        """End a load and return the sequence that goes on; None if no sequence waits for it any more."""
         sequence = self._loading.pop(loaded.name, None)
         if sequence is None:
             return None
@@ -96,7 +96,7 @@ class PageLoads:
             self.dropped.append(name)
 
     def source_of(self, name: str) -> str | None:
-        """Where the pages of a load come from; None: nobody waits for it."""
+        """Return the source of a load's pages; None: no sequence waits for it."""
         sequence = self._loading.get(name)
         return None if sequence is None else sequence.source
 
@@ -105,7 +105,7 @@ class PageLoads:
         return self._name_of[sequence]
 
     def _count(self, sequence: Sequence) -> int:
-        """How many pages a prompt loads next; 0: it computes them, or has none to load."""
+        """Return how many pages a prompt loads next; 0: it computes them, or has none to load."""
         size = self._running.page_size
         if sequence.state is not State.PREFILLING or sequence.available <= sequence.computed:
             return 0

@@ -1,4 +1,4 @@
-"""Where the pages of a sequence will be that is admitted, and whether there is room for them."""
+"""Placement of the pages of sequences that are admitted, and whether there is room for them."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class PagePlanner:
         return self._running.pages_of(min(sequence.length, reach) if self._optimistic else reach)
 
     def least_pages(self, sequence: Sequence) -> int:
-        """Of these, how many it needs to begin."""
+        """Return how many of these it needs to begin."""
         total = self.total_pages(sequence)
         return min(total, self._growth.limit(sequence)) if self._placer.grows and not sequence.preemptions else total
 
@@ -89,7 +89,7 @@ class PagePlanner:
     def plan(
         self, sequence: Sequence, shared: list[int], without: Collection[Sequence] = (), begin: int | None = None
     ) -> PagePlan | None:
-        """Where the pages of a waiting sequence would be; None if there is not enough memory.
+        """Plan the pages of a waiting sequence; None if there is not enough memory.
 
         Args:
           shared: full pages of its prefix that are in the cache.
@@ -100,7 +100,7 @@ class PagePlanner:
         found = shared if partial is None else [*shared, partial]
         plan = self._place(sequence, found, len(shared), without, begin)
         if plan is None and not self._running:
-            # Nobody will give memory back: the pages that were found lie where the rest has no room.
+            # No running sequence will give memory back: the pages that were found lie where the rest has no room.
             plan = self._place(sequence, [], 0, without, begin)
         return plan
 
@@ -165,7 +165,7 @@ class PagePlanner:
         return placement, number
 
     def _find_partial_page(self, sequence: Sequence, num_full: int) -> int | None:
-        """The partial page of its session, if all pages before it were found. Whoever holds it hides it from others."""
+        """The partial page of its session, if all pages before it were found. Its holder hides it from others."""
         page = sequence.partial_page
         if (
             page is None

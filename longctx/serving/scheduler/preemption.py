@@ -1,4 +1,4 @@
-"""Who gives slot and memory back under optimistic admission: to a decode without a page, to whoever is more urgent."""
+"""Preemption under optimistic admission: slots and memory go to a decode without a page, or to a more urgent prompt."""
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
@@ -41,7 +41,7 @@ class Preemption:
     def make_room(self, sequence: Sequence) -> bool:
         """See to it that a decode can have a page; False if it was itself preempted for that.
 
-        Nobody who comes before it is preempted. So the first of the highest priority always goes on, be it a decode or
+        No sequence before it is preempted. So the first of the highest priority always goes on, be it a decode or
         a prompt that computes again what it lost: it has all pages, or promises of them.
         """
         rank = self._next_rank(sequence)
@@ -61,12 +61,12 @@ class Preemption:
         fits: Callable[[List[Sequence]], bool],
         spared: Collection[Sequence] = (),
     ) -> list[Sequence]:
-        """Preempt prompts for a more urgent one, the least urgent first; nobody if that can't help. Returns who was.
+        """Preempt prompts for a more urgent one, the least urgent first, if that helps. Return those preempted.
 
         More urgent is who has a higher priority, who comes first by the policy, or who needs less and by the policy may
         share a step of the longer prompt. A prompt of the same priority gives way only if it has more slack than the
         other one even after computing again what it has computed; and none does again before it has computed what it
-        lost, and as much besides. So two never take turns at preempting each other, and nobody computes more than twice
+        lost, and as much besides. So two never take turns at preempting each other, and none computes more than twice
         its prompt again.
 
         Args:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.policy import Policy
+from longctx.serving.scheduler.policy import Policy, TenantShares
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
-from longctx.serving.scheduler.tenants import TenantShares
 
 
 def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]:
@@ -54,7 +53,7 @@ class _Leader:
 
 
 class PrefixWaits:
-    """Who waits for whose pages, and for how long.
+    """Sequences that wait for pages which another one computes, and for how long.
 
     A sequence whose next page another one is computing waits for all pages that both begin with, if these are
     predicted to be there sooner than it could compute them itself. It gives up when it would itself come before the
@@ -120,7 +119,7 @@ class PrefixWaits:
             return False
         other = self._computing(sequence.keys[found], found)
         if other is None or self._leader_of.get(sequence) is other:
-            return False  # nobody computes the page, or it has been waited for long enough
+            return False  # no sequence computes the page, or it has been waited for long enough
         pages = min(usable, _common(sequence, other, found + 1))
         alone = self._forecast.prefill_seconds(found * size, pages * size, sequence.tpot_target)
         there = min(other.computed, pages * size)
@@ -136,7 +135,7 @@ class PrefixWaits:
         return True
 
     def _computing(self, key: object, number: int) -> Sequence | None:
-        """Who computes the page of this key and number next."""
+        """Return the sequence that computes the page of this key and number next."""
         return next((s for s in self._running.prefilling if s.registered == number and _key(s, number) == key), None)
 
     def _order(self, sequence: Sequence, now: float) -> tuple[int, float, float, int]:
@@ -148,7 +147,7 @@ def _key(sequence: Sequence, number: int) -> object:
 
 
 def _common(one: Sequence, other: Sequence, low: int) -> int:
-    """How many pages both begin with, `low` at least: a key stands for all pages before it, so bisection finds it."""
+    """Count the pages both begin with, `low` at least: a key stands for all pages before it, so bisection finds it."""
     high = min(len(one.keys), len(other.keys))
     while low < high:
         middle = (low + high + 1) // 2

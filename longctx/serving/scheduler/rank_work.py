@@ -8,14 +8,14 @@ from longctx.serving.scheduler.sequence import Sequence
 
 
 def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, exchange: str = "") -> list[Work]:
-    """What each context rank computes with one exchange of the sharded rows; the rest as `work_by_exchange`."""
+    """Return the work of each context rank with one exchange of the sharded rows; the rest as `work_by_exchange`."""
     return work_by_exchange(chunks, num_ranks, page_size, (exchange,))[exchange]
 
 
 def work_by_exchange(
     chunks: Iterable[Chunk], num_ranks: int, page_size: int, exchanges: Iterable[str]
 ) -> dict[str, list[Work]]:
-    """What each context rank computes, for each of some exchanges of the sharded rows.
+    """Return the work of each context rank, for each of some exchanges of the sharded rows.
 
     A rank of a replicated chunk attends to those keys of its sequence that it has; one of a sharded chunk has a share
     of the rows, which are spread evenly over the ranks.
@@ -111,14 +111,14 @@ def place_rows(rows: list[int], ranks: tuple[int, ...], count: int) -> None:
 
 
 def keys_by_rank(sequence: Sequence, position: int, page_size: int) -> list[int]:
-    """How many of a sequence's tokens before `position` each context rank keeps, `[ranks]`; see `keys_on`."""
+    """Return how many of a sequence's tokens before `position` each context rank keeps, `[ranks]`; see `keys_on`."""
     placement = sequence.placement
     assert placement is not None
     return [keys_on(sequence, rank, position, page_size) for rank in range(placement.num_ranks)]
 
 
 def keys_on(sequence: Sequence, rank: int, position: int, page_size: int) -> int:
-    """How many of a sequence's tokens before `position` a context rank keeps.
+    """Return how many of a sequence's tokens before `position` a context rank keeps.
 
     The position is among the tokens that the sequence has pages for, past those that it found in the cache, or after
     them all: there the pages to come count, as they are placed.

@@ -3,13 +3,72 @@
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from longctx.serving.kv_cache.connector import PageStore
-from longctx.serving.kv_cache.page_pool import PageListener, PagePool
+from longctx.serving.kv_cache.page_pool import Key, PageListener, PagePool
 from longctx.serving.kv_cache.placement import Grown, Placement
-from longctx.serving.scheduler.page_stores import PageStores
+from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
+
+
+class PageStores:
+    """Full pages of the pool that something beyond the devices may keep.
+
+    A page whose last row is in one step is complete in all stages `stages` steps later: only then it can be read.
+
+    Attributes:
+      step: the step that is planned, or planned next.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.step = 0
+        self._stages = stages
+        self._waiting: deque[tuple[int, PageStore]] = deque()  # with the step before which each can be read
+        self._of_page: dict[int, PageStore] = {}  # of each page that can be found
+        self._incomplete: dict[int, int] = {}  # until when
+        self._evicted: list[PageStore] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Return an empty copy: a scheduler that is run ahead stores nothing."""
+        return
+
+    def __bool__(self) -> bool:
+        """Whether pages wait."""
+        return bool(self._waiting or self._evicted)
+
+    def note(self, stores: Iterable[PageStore]) -> None:
+        """Pages can be found from now on; their rows are planned."""
+        for store in stores:
+            self._of_page[store.page] = store
+            self._incomplete[store.page] = self.step + self._stages
+            self._waiting.append((self.step + self._stages, store))
+
+    def note_evicted(self, page: int, key: Key) -> None:
+        """A page is about to be overwritten: it is stored now, unless it is not complete."""
+        store = self._of_page.pop(page, None)
+        if store is not None and store.key == key and self._incomplete.get(page, 0) <= self.step:
+            self._evicted.append(store)
+
+    def forget(self, page: int) -> None:
+        """Don't store what a page has now."""
+        self._of_page.pop(page, None)
+
+    def with_followers(self, keys: Iterable[Key]) -> list[Key]:
+        """Pages and those that can be found which come after them."""
+        return with_followers(keys, {store.key: store.parent for store in self._of_page.values()})
+
+    def take(self) -> list[PageStore]:
+        """Those that are read before the step that is planned: what the step overwrites is the first of them."""
+        stores, self._evicted = self._evicted, []
+        gone = {store.page for store in stores}
+        while self._waiting and self._waiting[0][0] <= self.step:
+            _, store = self._waiting.popleft()
+            self._incomplete.pop(store.page, None)
+            # Whatever was evicted since then is another page by now.
+            if self._of_page.get(store.page) is store and store.page not in gone:
+                stores.append(store)
+        return stores
 
 
 class Slots:

@@ -2,7 +2,7 @@
 
 It plans ahead of results: a sampled token's value is not needed to plan its successor's row. So `computed` and
 `length` of a sequence run ahead, and a sequence that turns out to have ended leaves some rows in in-flight steps, whose
-results nobody takes. That is safe, because steps run in order: what a later step writes into a page that was given back
+results are dropped. That is safe, because steps run in order: what a later step writes into a page that was given back
 comes after, in every stage. What is done ahead of a step, in all stages at once, is not in that order: so slots rest
 until no in-flight batch uses them.
 
@@ -17,19 +17,17 @@ from typing import Literal
 from longctx.serving.kv_cache.connector import TIERS, Loaded
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
-from longctx.serving.scheduler.forecast import Forecast
+from longctx.serving.scheduler.forecast import Forecast, PromptTime
 from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_loads import PageLoads
 from longctx.serving.scheduler.page_planner import PagePlanner
-from longctx.serving.scheduler.page_stores import PageStores
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
-from longctx.serving.scheduler.prompt_time import PromptTime
-from longctx.serving.scheduler.running import Running
+from longctx.serving.scheduler.running import PageStores, Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.scheduler.step_budget import Share
@@ -170,7 +168,7 @@ class Scheduler:
         return self._without_rows(Batch(self.num_steps))
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
-        """A load has ended; the sequence that goes on, None if nobody waits for it any more."""
+        """End a load and return the sequence that goes on; None if no sequence waits for it any more."""
         return self.loads.end(loaded)
 
     def _without_rows(self, batch: Batch) -> Batch:
@@ -188,7 +186,7 @@ class Scheduler:
         sharded = self.chunker.rule.shards_decodes()
         all_ranks = self._all_ranks if sharded else ()
         index, chunks, decoding = batch.index, batch.chunks, State.DECODING
-        # The most dispensable last: whoever is preempted for another is not in the batch yet.
+        # The first to be preempted comes last: a sequence that is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):
             start = sequence.computed
             if sequence.ready > index or sequence.is_drained or sequence.state is not decoding:
@@ -208,7 +206,7 @@ class Scheduler:
             sequence.ready = ready
 
     def _pack(self, batch: Batch, prompts: list[Sequence], now: float) -> dict[Sequence, Share]:
-        """What prompts get of the step, beside its decodes, which may become replicated rows for it."""
+        """Return the shares of prompts in the step, beside its decodes, which may become replicated rows for them."""
         rule, decodes, in_stages = self.chunker.rule, batch.chunks, self._in_stages(batch)
         beside = max(prompts, key=lambda sequence: sequence.remaining, default=None)
         if beside is None or not rule.shards_decodes():
@@ -277,7 +275,7 @@ class Scheduler:
             self.forecast.advance(sequence, count)
 
     def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:
-        """Let a sequence have the pages of so many tokens."""
+        """Give a sequence the pages of its first `tokens` tokens."""
         first = len(sequence.pages)
         if tokens > first * self._page_size:
             assert sequence.slot is not None

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one sequence: plain data, and the states that it goes through."""
+"""One sequence as the scheduler knows it: plain data, and the states that it goes through."""
 
 import copy
 import enum
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Placement
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.request.completion import Completion
 
 
@@ -76,8 +76,8 @@ class Sequence:
     preemptions: int = 0
     recomputed: int = 0  # tokens that it lost by that: they were not in the cache any more
     lost: int = 0  # tokens that it had computed when it was preempted, until it runs again
-    protected: int = 0  # computed tokens up to which nobody more urgent may preempt it
-    least_pages: int = 0  # of which it needs so many to begin, while it waits
+    protected: int = 0  # computed tokens up to which no more urgent sequence may preempt it
+    least_pages: int = 0  # that it needs to begin, while it waits
     blocked_since: float | None = None  # when it first had no room, though it came before all others
     passed_by: int = 0  # how many less urgent ones were admitted meanwhile
 
@@ -114,7 +114,7 @@ class Sequence:
 
     @property
     def plannable(self) -> int:
-        """Of `remaining`, those that may be planned: the last one once all pages that it may need are promised."""
+        """Tokens of `remaining` that may be planned: the last one once all pages that it may need are promised."""
         return int(min(self.remaining - (self.claim > 0), self.reach - self.computed))
 
     @property

@@ -1,15 +1,9 @@
-"""What is promised to a request that asks for nothing in particular: `Slo`."""
-
-from __future__ import annotations
+"""Service-level objectives of requests that have none of their own: `Slo`."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
-from longctx.serving.request.request import Request
 from longctx.serving.validation import check_real
-
-if TYPE_CHECKING:
-    from longctx.serving.scheduler.prompt_time import PromptTime
 
 TpotScope = Literal["token", "batch"]
 
@@ -20,7 +14,7 @@ class Slo:
 
     Attributes:
       ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
-      ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
+      ttft_least: but not before this many seconds, since a short prompt waits for a step or two in any case.
       tpot: seconds between tokens at most; None: nothing is promised.
       tpot_factor: but not less than this many times the predicted seconds of a token decoded alone, so that a slow
         machine has a target that it can keep while it reads prompts.
@@ -64,7 +58,7 @@ class Slo:
         if self.tpot_scope not in get_args(TpotScope):
             raise ValueError(f"tpot_scope must be one of {get_args(TpotScope)}, got {self.tpot_scope!r}")
 
-    def per_token(self, stages: int) -> Slo:
+    def per_token(self, stages: int) -> "Slo":
         """Return the same objectives with targets of a token.
 
         Args:
@@ -104,25 +98,3 @@ class Slo:
         """
         relative = float(f"{self.tpot_factor * decode_seconds:.2g}")
         return None if self.tpot is None else max(self.tpot, relative)
-
-
-def check_possible(request: Request, cached: int, length: int, alone: PromptTime, stages: int) -> None:
-    """ValueError if what a request asks for can't be met by an engine that does nothing else.
-
-    Its prompt has `length` tokens, of which the cache has the first `cached`. A token takes a step in each stage.
-    """
-    if request.ttft_deadline is not None:
-        least = alone.prefill_seconds(min(cached, length - 1), length, request.tpot_target)
-        if least > request.ttft_deadline:
-            raise ValueError(
-                f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take {least:.3g} s "
-                "even alone, by the engine's profile"
-            )
-    if request.tpot_target is not None:
-        last = length + request.sampling.max_tokens - 2  # tokens before the last one that is computed
-        least = stages * alone.decode_seconds(last, request.tpot_target)
-        if least > request.tpot_target:
-            raise ValueError(
-                f"tpot_target={request.tpot_target} can't be met: a token after {last:,} others takes {least:.3g} s "
-                "even alone, by the engine's profile"
-            )

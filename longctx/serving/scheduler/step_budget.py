@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
 
 class _RankWork(NamedTuple):
-    """What a rank computes, and the seconds that it takes, by prediction."""
+    """Work of a rank, and the seconds that it takes, by prediction."""
 
     rank: int
     work: Work
@@ -192,7 +192,7 @@ class StepBudget:
         return count
 
     def share(self, sequence: Sequence, count: int) -> Share:
-        """Where a prompt's next `count` tokens are computed."""
+        """Return where a prompt's next `count` tokens are computed."""
         if self._num_ranks == 1:
             return Share(count, (0,), False)
         if self._is_sharded(sequence):
@@ -226,7 +226,7 @@ class StepBudget:
         return True
 
     def _fits(self, sequence: Sequence, count: int, limit: float) -> bool:
-        """Whether no rank takes longer than `limit` with so many tokens of a prompt."""
+        """Return whether no rank takes longer than `limit` with `count` tokens of a prompt."""
         return all(work.seconds <= limit for work in self._with(sequence, self.share(sequence, count)))
 
     def _add(self, sequence: Sequence, share: Share, works: list[_RankWork]) -> None:

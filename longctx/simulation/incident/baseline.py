@@ -1,4 +1,4 @@
-"""What happened: a log replayed once, with all that a replay under other settings goes by."""
+"""A log replayed once as it was, with all that a replay under other settings goes by."""
 
 import functools
 from statistics import median
@@ -9,13 +9,13 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.recording.records import NOT_FINITE, STOP
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
-from longctx.simulation.incident.executor import Outcome
+from longctx.simulation.incident.rebuilt import Outcome
 from longctx.simulation.incident.replayer import Moment, Replayer
 from longctx.simulation.instance.device_speed import DeviceSpeed
 
 
 class Decision(NamedTuple):
-    """What a batch decides, apart from where in memory it is: rows by sequence, and who was admitted."""
+    """Decision of a batch, apart from where in memory it is: rows by sequence, and who was admitted."""
 
     chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     admitted: tuple[int, ...]
@@ -29,7 +29,7 @@ class Decision(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """When a step ran, which took so many seconds of it: stages were idle in others."""
+    """Time in which a step ran, and the seconds of it that it took: stages were idle in others."""
 
     begin: float
     end: float
@@ -38,7 +38,7 @@ class _Span(NamedTuple):
 
 
 class StepTimes:
-    """How long a device takes for steps, as measured over all of a log: a predictor times a factor for each kind.
+    """Seconds that a device takes for steps, as measured over all of a log: a predictor times a factor for each kind.
 
     The factors are measured over predicted seconds of all steps, as a decision may differ long before a scheduler has
     measured anything, and in the mean, so that all steps together take what they took.

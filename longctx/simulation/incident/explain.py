@@ -13,7 +13,7 @@ from longctx.simulation.incident.text import name_of, names
 
 
 class Cause(NamedTuple):
-    """What a sequence does in a step, or waits for. Steps with the same `kind` and `others` are told as one."""
+    """Activity of a sequence in a step, or what it waits for. Steps of equal `kind` and `others` are told as one."""
 
     kind: str
     others: tuple[str, ...]
@@ -61,7 +61,7 @@ class Explainer:
         self._steps: list[tuple[int, float, Cause]] = []
 
     def run(self) -> list[Span]:
-        """What the request did and waited for, in order, until it ended.
+        """Yield what the request did and waited for, in order, until it ended.
 
         Raises:
           ValueError: the log has no such request, or is damaged.

@@ -1,8 +1,15 @@
-"""An engine rebuilt from the header of its log, without a device."""
+"""An engine rebuilt from the header of its log, without a device: recorded results and times stand in for it.
+
+Decisions follow from contents by the keys of pages alone, and these were recorded. So the first token of a sequence is
+its number here, and by that number keys are looked up instead of hashed. All other tokens are zeros.
+"""
 
 import dataclasses
 import functools
+import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,22 +19,146 @@ from longctx.serving.engine.build import build_core
 from longctx.serving.engine.input_processor import SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.engine.run_step import DecisionLog
+from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash, PartialPage, Sessions
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.recording.header import Header
-from longctx.serving.recording.records import Arrived, Cancelled, LoadEnded, Snapshot, split_keys
+from longctx.serving.recording.records import (
+    NOT_FINITE,
+    STOP,
+    Arrived,
+    Cancelled,
+    Ended,
+    LoadEnded,
+    Snapshot,
+    split_keys,
+)
 from longctx.serving.recording.snapshot import restore_snapshot
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.simulation.incident.contents import Contents, RecordedHash, RecordedSessions
-from longctx.simulation.incident.executor import STOPS, Outcome, ReplayExecutor
 from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
+
+GOES_ON, STOPS = 0, 1
+"""Tokens of a replay: a completion ends with the second."""
+_TOKENS = {STOP: STOPS, NOT_FINITE: -1}
+
+
+class Outcome(NamedTuple):
+    """End of a completion other than by its length: the reason, and which of its samples was the last, by number."""
+
+    reason: int
+    sample: int
+
+
+class ReplayExecutor(VirtualExecutor):
+    """Runs batches in virtual time.
+
+    Args:
+      outcomes: of completions, by the numbers of their sequences, where no record says it.
+      seconds: that batches take, where no record says it; None: what their plan predicted.
+      speed: see `VirtualExecutor`.
+
+    Attributes:
+      recorded: the results of the batch that is waited for next; None: they follow from `outcomes`.
+    """
+
+    def __init__(
+        self,
+        stages: int,
+        outcomes: Mapping[int, Outcome],
+        seconds: Callable[[Batch], float] | None = None,
+        speed: DeviceSpeed | None = None,
+    ) -> None:
+        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages, speed)
+        self._outcomes = outcomes
+        self.recorded: Ended | None = None
+
+    def wait(self, pending: Pending) -> Results:
+        recorded = self.recorded
+        if recorded is None:
+            return super().wait(pending)
+        self.now = recorded.finished
+        tokens = [GOES_ON] * len(pending.tokens)
+        for sample, reason in recorded.ends:
+            if sample < len(tokens):
+                tokens[sample] = _TOKENS[reason]
+        return Results(tokens, [None] * len(tokens), [])
+
+    def _token(self, chunk: Chunk) -> int:
+        outcome = self._outcomes.get(chunk.sequence.order)
+        if outcome is None or chunk.start + chunk.num_tokens != chunk.sequence.prompt_length + outcome.sample:
+            return GOES_ON
+        return _TOKENS[outcome.reason]
+
+
+class Contents:
+    """The keys of all sequences' pages, by the sequences' numbers (`Sequence.order`).
+
+    Attributes:
+      keys: of the full pages of each, as far as they are known.
+      found: the page where the session stopped that a sequence goes on with.
+      left: the page where a sequence's session stopped.
+      new_keys, new_left: recorded of the step that is replayed next, for the sequences that come to need them.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[bytes]] = {}
+        self.found: dict[int, PartialPage | None] = {}
+        self.left: dict[int, PartialPage | None] = {}
+        self.new_keys: deque[bytes] = deque()
+        self.new_left: deque[PartialPage | None] = deque()
+
+    def key(self, order: int, page: int) -> bytes:
+        """The key of a sequence's page; a unique one if its contents never came to be."""
+        keys = self.keys[order]
+        if page == len(keys):
+            made_up = hashlib.blake2b(f"{order} {page}".encode(), digest_size=KEY_BYTES, person=b"made up")
+            keys.append(self.new_keys.popleft() if self.new_keys else made_up.digest())
+        return keys[page]
+
+
+class RecordedHash(PageHash):
+    """Looks up keys instead of hashing tokens."""
+
+    def __init__(self, contents: Contents, page_size: int) -> None:
+        super().__init__(b"no secret", page_size)
+        self._contents = contents
+
+    def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
+        order = int(tokens[0])
+        for page in range(len(keys), len(tokens) // self.page_size):
+            keys.append(self._contents.key(order, page))
+
+
+class RecordedSessions(Sessions):
+    """Looks up where conversations stopped."""
+
+    def __init__(self, contents: Contents, page_size: int) -> None:
+        self._contents, self._page_size = contents, page_size
+
+    def find(self, root: bytes, session_id: str | None, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        return self._contents.found.get(int(tokens[0]))
+
+    def note(self, root: bytes, session_id: str, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        new = self._contents.new_left
+        if not len(tokens):  # it has computed nothing, so nothing is left
+            if new:
+                new.popleft()
+            return None
+        order = int(tokens[0])
+        if new:
+            self._contents.left[order] = new.popleft()
+        page = self._contents.left.get(order)
+        # It may stop elsewhere than recorded; then that page's key is not known.
+        ends_there = page is not None and divmod(len(tokens), self._page_size) == (page.number, page.tokens)
+        return page if ends_there else None
 
 
 class Rebuilt:

@@ -1,11 +1,13 @@
-"""`Replayer`: replays a log as it was, and checks that every decision is the same."""
+"""`Replayer`: replays a log as it was, checks that every decision is the same, and gives its requests back."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from longctx.serving.distributed.digest import DecisionDigest, describe, plan_bytes
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.reader import RecordedLog
@@ -17,9 +19,11 @@ from longctx.serving.recording.records import (
     Failed,
     Forgotten,
     LoadEnded,
+    RecordedRequest,
     Released,
     Snapshot,
     Step,
+    request_of,
     split_keys,
 )
 from longctx.serving.request.output import Event
@@ -151,3 +155,35 @@ class Replayer:
 
 def _pages(left: tuple[tuple[bytes, int, int] | None, ...]) -> list[PartialPage | None]:
     return [None if page is None else PartialPage(*page) for page in left]
+
+
+def recorded_requests(
+    log: RecordedLog, predictor: Predictor | None = None, policy: Policy | None = None
+) -> list[RecordedRequest]:
+    """All requests of a log that is not private, in order of arrival.
+
+    Args:
+      predictor, policy: see `Rebuilt`.
+
+    Raises:
+      Differs: the replay, which says whose tokens they are, decides otherwise than was recorded.
+    """
+    tokens: dict[int, list[int]] = {}
+    for moment in Replayer(log, predictor, policy).run():
+        if moment.ended is not None and moment.tokens is not None:
+            samples = np.frombuffer(moment.tokens, "<i4").tolist()
+            for sequence, token in zip(moment.ended.batch.sampled, samples, strict=True):
+                completion = sequence.completion
+                assert completion is not None
+                # A sequence that has ended may be sampled once more in steps that were in flight.
+                mine = tokens.setdefault(sequence.order, [])
+                if len(mine) < completion.num_known - completion.num_prompt:
+                    mine.append(token)
+    requests, order = [], 0
+    for record in log.records():
+        if isinstance(record, Arrived) and record.content is not None:
+            orders = range(order, order + record.num_completions)
+            order = orders.stop
+            request = request_of(record.content, record.request_id)
+            requests.append(RecordedRequest(request, [tokens.get(i, []) for i in orders]))
+    return requests

@@ -22,7 +22,7 @@ def names(sequences: Iterable[Sequence], most: int = 4) -> str:
 
 
 def describe_rows(batch: Batch | None) -> str:
-    """What a batch computes, by request."""
+    """Describe what a batch computes, by request."""
     if batch is None or not batch.chunks:
         return "nothing"
     parts = []

@@ -11,8 +11,7 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
-from longctx.serving.request.completion import Completion
-from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams

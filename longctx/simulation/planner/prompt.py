@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from longctx.serving.scheduler.chunking import EFFICIENT, Chunking, limit_of_rank, smallest_chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.prompt_time import PromptTime
+from longctx.serving.scheduler.forecast import PromptTime
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.workloads import WorkloadRequest

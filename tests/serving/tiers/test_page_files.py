@@ -16,9 +16,9 @@ from tier_pages import FINGERPRINT, LAYOUT, chain, contents, load, make_store, p
 
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.tiers import disk_tier
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.page_file import (
     FileHeader,
+    PageChecksum,
     PageFileError,
     PageRecord,
     read_header,

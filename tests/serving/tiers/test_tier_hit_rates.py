@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.tier_hit_rates import HitRate, hit_rate
-from longctx.serving.kv_cache.tiers.eviction import EVICTION
+from longctx.serving.kv_cache.tiers.index import EVICTION
 
 TURNS = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 7], [0, 1, 2, 3, 4]]
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.serving.kv_cache.tiers.eviction import EVICTION
-from longctx.serving.kv_cache.tiers.index import TierIndex
+from longctx.serving.kv_cache.tiers.index import EVICTION, TierIndex
 
 
 @dataclass

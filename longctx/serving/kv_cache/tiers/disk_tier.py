@@ -2,10 +2,17 @@
 
 The index is in memory, rebuilt from the headers of the files at start. Methods that touch the index are for one thread
 at a time (the caller's lock); `write`, `read` and `delete` touch files only, and need none.
+
+Each process that writes locks a folder of its own in the tier's folder. A folder whose writer has ended is
+adopted by the next that starts: its files are found, and may be deleted. Files of other live writers are read, as they
+were when the reader started; a file of theirs that has gone since is a miss.
 """
 
 import contextlib
+import fcntl
 import itertools
+import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +21,11 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
-from longctx.serving.kv_cache.tiers.disk_folder import DiskFolder
-from longctx.serving.kv_cache.tiers.index import TierIndex
-from longctx.serving.kv_cache.tiers.listener import TierListener
+from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
 from longctx.serving.kv_cache.tiers.page_file import (
     SUFFIX,
     FileHeader,
+    PageChecksum,
     PageFileError,
     PageRecord,
     read_header,
@@ -28,6 +33,82 @@ from longctx.serving.kv_cache.tiers.page_file import (
     write_page_file,
 )
 from longctx.serving.kv_cache.tiers.parts import covers, part_shape
+
+_PREFIX = "writer-"
+
+
+class DiskFolder:
+    """Folders of writers below `root`, at one start.
+
+    Attributes:
+      own: where this process writes. adopted: folders that are this process's too. shared: those of others.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Lock what can be locked.
+
+        Raises:
+          ValueError: files can't be made below root; the message says why.
+        """
+        self._locks: list[int] = []
+        self.adopted: list[Path] = []
+        self.shared: list[Path] = []
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in sorted(root.glob(f"{_PREFIX}*")):
+                (self.adopted if self._lock(folder) else self.shared).append(folder)
+            self.own = self.adopted.pop(0) if self.adopted else self._make(root)
+            probe = self.own / "probe.tmp"
+            probe.write_bytes(b"")
+            for folder in (self.own, *self.adopted):
+                for rest in folder.glob("*.tmp"):  # of a writer that was killed
+                    rest.unlink()
+        except OSError as error:
+            self.close()
+            raise ValueError(f"disk: pages can't be kept in {root}: {error.strerror or error}") from error
+
+    @property
+    def files(self) -> list[tuple[Path, bool]]:
+        """Files of pages, the oldest first, and whether they are this process's."""
+        found = [
+            (path, is_own)
+            for is_own, folders in ((True, [self.own, *self.adopted]), (False, self.shared))
+            for folder in folders
+            for path in folder.glob(f"*{SUFFIX}")
+        ]
+        return sorted(found, key=lambda file: (_modified(file[0]), file[0].name))
+
+    def close(self) -> None:
+        """Give the locks back."""
+        for descriptor in self._locks:
+            os.close(descriptor)
+        self._locks.clear()
+
+    def _lock(self, folder: Path) -> bool:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._locks.append(descriptor)
+        return True
+
+    def _make(self, root: Path) -> Path:
+        """Make a new folder, which other processes don't see before it is locked."""
+        name = uuid.uuid4().hex
+        hidden = root / f"new-{name}"
+        hidden.mkdir(mode=0o700)
+        self._lock(hidden)
+        return hidden.rename(root / f"{_PREFIX}{name}")
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
 
 _NO_PAGE = PageRecord(b"", b"", 0, 0)
 
@@ -127,7 +208,7 @@ class DiskTier:
 
     @property
     def parents(self) -> dict[Key, Key]:
-        """Of each page that can be found, the key of the page before it; empty: none or not known."""
+        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
         return {key: self._pieces[key][-1].record.parent for key in self._complete}
 
     def listen(self, listener: TierListener) -> None:
@@ -151,17 +232,17 @@ class DiskTier:
     def forget(self, key: Key) -> list[Path]:
         """Forget a page and all that its files have; the files to delete, so that a restart doesn't find it."""
         files = {piece.file.path for piece in self._pieces.get(key, [])}
-        doomed = [path for path in sorted(files) if path in self.index]
+        paths_to_delete = [path for path in sorted(files) if path in self.index]
         for path in files:
             self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def clear(self) -> list[Path]:
         """Forget all pages; the files to delete."""
-        doomed = [path for path in self._files if path in self.index]
+        paths_to_delete = [path for path in self._files if path in self.index]
         for path in list(self._files):
             self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def pin(self, key: Key, until: float) -> bool:
         """Keep the files of a page until a time; False if it isn't there, or too much is pinned."""
@@ -184,15 +265,15 @@ class DiskTier:
         size = offset + len(records) * header.page_bytes
         if size > self.index.capacity:
             return None
-        doomed = self._make_room(size)
+        paths_to_delete = self._make_room(size)
         if not self.index.has_room(size):
             return None
         path = self._folder.own / f"{next(self._numbers):012d}{SUFFIX}"
-        return DiskFile(path, header, offset, size), doomed
+        return DiskFile(path, header, offset, size), paths_to_delete
 
-    def write(self, file: DiskFile, payloads: list[memoryview], doomed: list[Path]) -> None:
+    def write(self, file: DiskFile, payloads: list[memoryview], paths_to_delete: list[Path]) -> None:
         """Write the planned file. OSError: it can't be written."""
-        self.delete(doomed)
+        self.delete(paths_to_delete)
         write_page_file(file.path, file.header, payloads)
 
     def commit(self, file: DiskFile) -> None:
@@ -265,10 +346,10 @@ class DiskTier:
             self._add(file)
 
     def _make_room(self, size: int) -> list[Path]:
-        doomed = self.index.make_room(size)
-        for path in doomed:
+        paths_to_delete = self.index.make_room(size)
+        for path in paths_to_delete:
             self.num_evicted += self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def _add_to_index(self, file: DiskFile, first: PageRecord = _NO_PAGE) -> None:
         self.index.add(file.path, file.size, first.number, self._file_of(first.parent))
@@ -280,7 +361,7 @@ class DiskTier:
             self._update(record.key)
 
     def _forget_file(self, path: Path) -> int:
-        """How many pages it had."""
+        """Forget a file, and return how many pages it had."""
         if path in self.index:
             self.index.remove(path)
         file = self._files.pop(path, None)

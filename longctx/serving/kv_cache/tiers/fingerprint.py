@@ -1,4 +1,4 @@
-"""What pages depend on but for their tokens: a digest that keeps those of different models apart."""
+"""Fingerprint of what pages depend on besides their tokens: a digest that keeps those of different models apart."""
 
 import hashlib
 import json

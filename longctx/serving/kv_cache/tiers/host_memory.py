@@ -12,8 +12,7 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.index import TierIndex
-from longctx.serving.kv_cache.tiers.listener import TierListener
+from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
 from longctx.serving.kv_cache.tiers.parts import part_shape
 
 _POPULATE_WRITE = 23  # of madvise, Linux 5.14
@@ -109,7 +108,7 @@ class HostPage:
 class HostTier:
     """Pages in host memory: complete ones are found by key, others are known to those who write them only.
 
-    A slot is free again when nobody finds and nobody holds its page. Not for several threads at once.
+    A slot is free again when its page can't be found and has no holder. Not for several threads at once.
 
     Attributes:
       listener: is told of what can be found, if there is one.
@@ -173,7 +172,7 @@ class HostTier:
 
     @property
     def parents(self) -> dict[Key, Key]:
-        """Of each page that can be found, the key of the page before it; empty: none or not known."""
+        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
         return {key: page.name.parent for key, page in self._pages.items()}
 
     def listen(self, listener: TierListener) -> None:

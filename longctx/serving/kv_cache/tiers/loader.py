@@ -5,22 +5,139 @@ before anybody sees it; the first page that is missing or wrong everywhere ends 
 """
 
 import itertools
+import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier, Piece
-from longctx.serving.kv_cache.tiers.fetch import TierFetch
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageName
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
 from longctx.serving.kv_cache.tiers.parts import part_shape
 from longctx.serving.kv_cache.tiers.remote import RemoteStore
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.workers import IN_THE_BACKGROUND, URGENT, Workers
+
+
+class TierFetch:
+    """A `PageFetch`. Its blocks are views of host memory, whose pages stay until it is closed.
+
+    Attributes:
+      keys: of the pages. num_given: how many leading ones have come.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        part: PageSlice,
+        wake: Callable[[], object],
+        release: Callable[[Sequence[HostPage]], None],
+    ) -> None:
+        self.keys, self.num_given = list(keys), 0
+        self._part, self._wake, self._release = part, wake, release
+        self._lock = threading.Lock()
+        self._blocks: deque[np.ndarray] = deque()
+        self._held: list[HostPage] = []
+        self._num_taken = 0
+        self._is_ended = self._is_closed = False
+
+    def take(self, max_bytes: int) -> list[PageBlock]:
+        taken: list[PageBlock] = []
+        with self._lock:
+            while self._blocks and (max_bytes > 0 or not taken):
+                data = self._blocks.popleft()
+                count = max(min(len(data), max_bytes // (data.nbytes // len(data))), 0 if taken else 1)
+                if count < len(data):
+                    self._blocks.appendleft(data[count:])
+                if not count:
+                    break
+                taken.append(PageBlock(self._num_taken, self._part, data[:count]))
+                self._num_taken += count
+                max_bytes -= taken[-1].data.nbytes
+        return taken
+
+    @property
+    def is_over(self) -> bool:
+        with self._lock:
+            return self._is_closed or (self._is_ended and not self._blocks)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_taken
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            held, self._held = self._held, []
+            self._blocks.clear()
+        self._release(held)
+
+    def give(self, pages: Sequence[HostPage], data: Sequence[np.ndarray]) -> None:
+        """More pages have come, as arrays `[pages, ...]` of consecutive ones, and are held for this fetch."""
+        with self._lock:
+            if is_closed := self._is_closed:
+                held = list(pages)
+            else:
+                self._held += pages
+                self._blocks.extend(data)
+                self.num_given += sum(map(len, data))
+        if is_closed:
+            self._release(held)
+        else:
+            self._wake()
+
+    def end(self) -> None:
+        """No more pages will come."""
+        with self._lock:
+            self._is_ended = True
+        self._wake()
+
+
+logger = logging.getLogger(__name__)
+
+URGENT, IN_THE_BACKGROUND = 0, 1
+_LAST = 2
+
+
+class Workers:
+    """Threads with one queue of jobs. A job's exception is logged, and ends that job only."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._serials = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None], urgency: int = URGENT) -> None:
+        """Do a job after those that are as urgent, or more."""
+        self._jobs.put((urgency, next(self._serials), job))
+
+    def close(self, timeout: float) -> None:
+        """End when all jobs are done; wait at most `timeout` seconds."""
+        for _ in self._threads:
+            self._jobs.put((_LAST, next(self._serials), None))
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()[2]) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a job of %s failed", threading.current_thread().name)
+
 
 _THREADS = 2
 _CHUNK_BYTES = 16 * 2**20
@@ -74,7 +191,7 @@ class PageLoader:
         self._stats, self._admit = stats, admit
         self._chunk = max(1, _CHUNK_BYTES // host.memory.page_bytes)
         self._workers = Workers(_THREADS, "kv-load")
-        # A remote store that hangs keeps nobody else waiting.
+        # A remote store that hangs delays no other load.
         self._remote_workers = Workers(1, "kv-load-remote") if remote is not None else None
         self._loads: set[_Load] = set()
         self._is_closed = False

@@ -1,8 +1,11 @@
-"""Files of pages: their format, how they are written whole, and how a page of them is read.
+"""Files of pages: their format, how they are written whole, and how a page of them is read and checked.
 
 A file begins with `magic, version, bytes of the header, XXH3 of the header` (`8s I I Q`, little-endian), then the
 header: JSON with the layout, the fingerprint, the part (layers and KV heads) and for each page its key, the key before
 it, its number and its checksum. The pages follow, from the next multiple of 4096 bytes on, one after another.
+
+Checksums cover a page's bytes, its key and its part. XXH3 finds accidents, at the speed of memory. It is no signature:
+the processes that may write to a cache are trusted.
 """
 
 import json
@@ -12,10 +15,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import checksum
 from longctx.serving.kv_cache.tiers.parts import check_part, part_shape
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """XXH3, 64 bits, of contiguous memory."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class PageChecksum:
+    """Checksums of pages of one model: right bytes under another page's key, or as another part, are wrong."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+
+    def __call__(self, key: Key, part: PageSlice, data: bytes | memoryview) -> int:
+        """Return the checksum of the contiguous payload of a page's part."""
+        seed = xxhash.xxh3_64_intdigest(b"%d %b %b %r" % (len(key), key, self._fingerprint, tuple(part)))
+        return xxhash.xxh3_64_intdigest(data, seed=seed)
+
 
 VERSION = 1
 SUFFIX = ".pages"
@@ -45,7 +67,7 @@ class PageRecord(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """What a file says of its pages.
+    """Header of a file of pages.
 
     Attributes:
       layout, fingerprint: of the model whose pages they are. part: layers and heads that are in the file.
@@ -169,7 +191,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers after so many bytes."""
+    """Return what is left of buffers after `count` bytes."""
     rest = list(buffers)
     while rest and count >= len(rest[0]):
         count -= len(rest.pop(0))

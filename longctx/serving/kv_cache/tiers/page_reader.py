@@ -7,14 +7,14 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier, Piece
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
 
 
 class DiskRead(NamedTuple):
-    """What came of pages on disk.
+    """Result of reading pages on disk.
 
     Attributes:
       sums: checksums of the leading pages that are right, as this process's part.
@@ -26,7 +26,7 @@ class DiskRead(NamedTuple):
 
 
 class RemoteRead(NamedTuple):
-    """What came of pages of a remote store.
+    """Result of reading pages of a remote store.
 
     Attributes:
       payloads: bytes of the leading pages that are right. sums: their checksums.
@@ -46,7 +46,7 @@ class PageReader:
         self._checksum = PageChecksum(fingerprint)
 
     def check(self, pages: Sequence[HostPage]) -> int:
-        """How many leading pages of host memory are what was written there."""
+        """Return how many leading pages of host memory are what was written there."""
         for right, page in enumerate(pages):
             if self._checksum(page.name.key, self._part, self._memory.buffer(page.slot)) != page.checksum:
                 return right
@@ -90,7 +90,7 @@ class PageReader:
         return RemoteRead(payloads, sums, is_corrupt=False)
 
     def _run(self, chunk: Sequence[list[Piece]]) -> int:
-        """How many leading pages lie one after another in one file, as this process's part; 0: the first does not."""
+        """Count the leading pages that lie one after another in one file, as this process's part."""
         first = chunk[0][0]
         if len(chunk[0]) > 1 or first.part != self._part:
             return 0

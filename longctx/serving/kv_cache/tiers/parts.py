@@ -11,7 +11,7 @@ PartShape = tuple[int, int, int, int, int]
 
 
 def part_shape(layout: PageLayout, part: PageSlice) -> PartShape:
-    """Of one page: `(layers, 2, page_size, heads, row_size)`."""
+    """Return the shape of one page: `(layers, 2, page_size, heads, row_size)`."""
     layers, heads = (stop - first for first, stop in part)
     return layers, 2, layout.page_size, heads, layout.row_size
 

@@ -31,7 +31,7 @@ class RemoteStore(Protocol):
     """
 
     def exists(self, names: Sequence[bytes]) -> int:
-        """How many leading names it has."""
+        """Return how many leading names it has."""
         ...
 
     def get(self, names: Sequence[bytes], out: np.ndarray) -> int:
@@ -44,7 +44,7 @@ class RemoteStore(Protocol):
 
 
 def remote_name(fingerprint: bytes, key: Key, part: PageSlice) -> bytes:
-    """What a page's part is called there: other models and parts have other names."""
+    """Return the name of a page's part in a remote store: other models and parts have other names."""
     (layer, last_layer), (head, last_head) = part
     return fingerprint + key + b"%d-%d-%d-%d" % (layer, last_layer, head, last_head)
 
@@ -81,7 +81,7 @@ class RemoteProbe:
         self._thread.start()
 
     def exists(self, names: Sequence[bytes]) -> int:
-        """How many leading names it has, as it said a short time ago; if it didn't, it is asked for the next time."""
+        """Return how many leading names it has by its last answer; without one, it is asked for the next time."""
         count = self._count(names)
         if count < len(names):
             self.ask(names[count:])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TierCounters:
-    """Of one tier. All count pages from the start on, but for what is said otherwise.
+    """Counters of one tier. All count pages from the start on, unless said otherwise.
 
     Attributes:
       hits, misses: pages of loads that it had and that came whole, and that it was asked for and had not.
@@ -33,7 +33,7 @@ class TierCounters:
 
 @dataclass
 class TierStats:
-    """Of all tiers.
+    """Counters of all tiers.
 
     Attributes:
       host, disk, remote: of each tier.

@@ -14,21 +14,18 @@ from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.prefix import with_followers
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
-from longctx.serving.kv_cache.tiers.eviction import check_eviction
-from longctx.serving.kv_cache.tiers.fetch import TierFetch
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
-from longctx.serving.kv_cache.tiers.intake import Intake
-from longctx.serving.kv_cache.tiers.listener import TierListener
-from longctx.serving.kv_cache.tiers.loader import PageLoader
+from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
+from longctx.serving.kv_cache.tiers.loader import PageLoader, TierFetch
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
 from longctx.serving.kv_cache.tiers.parts import check_part
 from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
-from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, Writer
+from longctx.serving.kv_cache.tiers.store_queue import StoreQueue
+from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, WriteBackQueue, Writer
 from longctx.serving.validation import check_integer
 
 _MOST_QUEUE_BYTES = 2**30
@@ -94,7 +91,7 @@ class TieredStore:
         self._is_closed = False
         self._fingerprint = fingerprint
         self._probe = None if remote is None else RemoteProbe(remote)
-        self._intake = Intake(
+        self._store_queue = StoreQueue(
             self._lock, part, PageChecksum(fingerprint), self._host, self._stats, queue_bytes, self._has, self._keep
         )
         self._loader = PageLoader(
@@ -113,15 +110,15 @@ class TieredStore:
     # What is there
 
     def count(self, keys: Sequence[Key]) -> int:
-        """How many leading pages are in host memory or on disk. Quick: it asks no disk, and no remote store."""
+        """Return how many leading pages are in host memory or on disk. Quick: it asks no disk, and no remote store."""
         with self._lock:
             self._expire()
             return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def look_up(self, keys: Sequence[Key]) -> int:
-        """How many leading pages are in some tier. Those beyond host memory are fetched ahead.
+        """Return how many leading pages are in some tier, and fetch those beyond host memory ahead.
 
-        It waits for nobody: a remote store has what it said a short time ago, see `ask_ahead`.
+        It does not wait: a remote store has what it said a short time ago, see `ask_ahead`.
         """
         count = self.count(keys)
         if self._probe is not None and count < len(keys):
@@ -143,7 +140,7 @@ class TieredStore:
         return max(self._host.index.max_pinned, disk) // self._page_bytes
 
     def count_by_tier(self, keys: Sequence[Key]) -> dict[str, int]:
-        """How many of some pages are in host memory, and on disk."""
+        """Return how many of some pages are in host memory, and on disk."""
         with self._lock:
             disk = 0 if self._disk is None else sum(key in self._disk for key in keys)
             return {"host": sum(key in self._host for key in keys), "disk": disk}
@@ -166,13 +163,13 @@ class TieredStore:
         """Pages that are not there yet, as many as there is room for on the way; only these need to be read."""
         with self._lock:
             self._expire()
-            return [] if self._is_closed else self._intake.wanted(stores)
+            return [] if self._is_closed else self._store_queue.wanted(stores)
 
     def put(self, stores: Sequence[PageStore], read: PageRead) -> None:
         """Keep pages once they are read; it doesn't wait. Pages that are there already, or too many, are left out."""
         with self._lock:
             if not self._is_closed:
-                self._intake.put(stores, read)
+                self._store_queue.put(stores, read)
 
     # Pages that return
 
@@ -215,7 +212,7 @@ class TieredStore:
             return pinned.index(False) if False in pinned else len(pinned)
 
     def unpin(self, keys: Sequence[Key]) -> None:
-        """Let pages go when their turn comes, whoever pinned them."""
+        """Let pages go when their turn comes, even if they were pinned."""
         with self._lock:
             for key in keys:
                 self._pins.pop(key, None)
@@ -234,14 +231,14 @@ class TieredStore:
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart. Other pages of its file go with it from the disk."""
         with self._lock:
-            self._intake.forget(key)
+            self._store_queue.forget(key)
             self._host.forget(key)
             self._loader.epoch += 1
             for writer in self._writers:
                 writer.forget(key)
-            doomed = self._disk.forget(key) if self._disk is not None else []
+            paths_to_delete = self._disk.forget(key) if self._disk is not None else []
         if self._disk is not None:
-            self._disk.delete(doomed)
+            self._disk.delete(paths_to_delete)
 
     def evict(self, is_wanted: Callable[[Key], bool]) -> int:
         """Let pages leave host memory whose keys are wanted so; how many did.
@@ -259,15 +256,15 @@ class TieredStore:
     def clear(self) -> int:
         """Forget all pages; how many there were in host memory. Loads in progress go on with what they found."""
         with self._lock:
-            self._intake.clear()
+            self._store_queue.clear()
             self._pins.clear()
             self._loader.epoch += 1
             for writer in self._writers:
                 writer.clear()
             count = self._host.clear()
-            doomed = self._disk.clear() if self._disk is not None else []
+            paths_to_delete = self._disk.clear() if self._disk is not None else []
         if self._disk is not None:
-            self._disk.delete(doomed)
+            self._disk.delete(paths_to_delete)
         return count
 
     def flush(self, timeout: float) -> bool:
@@ -289,7 +286,7 @@ class TieredStore:
                 return
             self._is_closed = True
         self.flush(timeout)
-        self._intake.close(timeout)
+        self._store_queue.close(timeout)
         self._loader.close(timeout)
         for writer in self._writers:
             writer.close(timeout)
@@ -343,7 +340,7 @@ class TieredStore:
                 disk.evicted, disk.pages = self._disk.num_evicted, len(self._disk)
                 disk.num_bytes, disk.pinned_bytes = self._disk.index.used, self._disk.index.pinned
                 disk.corrupt += self._disk.num_unusable
-            waiting = self._intake.num_pages * self._page_bytes + sum(writer.num_bytes for writer in self._writers)
+            waiting = self._store_queue.num_pages * self._page_bytes + sum(writer.num_bytes for writer in self._writers)
             errors = [self._stats.last_error, *(writer.last_error for writer in self._writers)]
             error = next(filter(None, errors), "")
             return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting, last_error=error)
@@ -354,7 +351,7 @@ class TieredStore:
 
     @property
     def _is_idle(self) -> bool:
-        return not self._intake.num_pages and all(writer.is_idle for writer in self._writers)
+        return not self._store_queue.num_pages and all(writer.is_idle for writer in self._writers)
 
     def _has(self, key: Key) -> bool:
         return key in self._host or (self._disk is not None and key in self._disk)

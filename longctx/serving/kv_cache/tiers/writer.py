@@ -1,6 +1,7 @@
 """Writing pages below host memory, in the background: into files of many pages, and to a remote store.
 
-Each has a thread and a queue of its own, so that one which hangs keeps nobody else waiting.
+Each has a thread and a queue of its own, so that one which hangs delays no other. A queue has a limit in bytes; beyond
+it the coldest pages are dropped.
 """
 
 import threading
@@ -12,10 +13,68 @@ from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier
+from longctx.serving.kv_cache.tiers.index import TierIndex
 from longctx.serving.kv_cache.tiers.page_file import PageRecord
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierCounters
-from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
+
+
+class WriteBackQueue:
+    """First in, first out. What is dropped for room is chosen as a tier chooses: by the rule, from tails of chains.
+
+    Attributes:
+      num_bytes: that wait. since: when the oldest of them came, in seconds of the caller's clock.
+    """
+
+    def __init__(self, capacity: int, page_bytes: int, eviction: str) -> None:
+        self._page_bytes = page_bytes
+        self._index: TierIndex[Key] = TierIndex(capacity, eviction)
+        self._waiting: dict[Key, tuple[HostPage, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._waiting
+
+    @property
+    def num_bytes(self) -> int:
+        return self._index.used
+
+    @property
+    def since(self) -> float | None:
+        return next((when for _, when in self._waiting.values()), None)
+
+    def add(self, page: HostPage, now: float) -> list[HostPage]:
+        """Let a page wait; returns those that don't wait any more, which may be this one."""
+        key, parent, number = page.name
+        if key in self._waiting:
+            return [page]
+        evicted = self._index.make_room(self._page_bytes)
+        dropped = [self._waiting.pop(name)[0] for name in evicted]
+        if not self._index.has_room(self._page_bytes):
+            return [*dropped, page]
+        self._index.add(key, self._page_bytes, number, parent or None)
+        self._waiting[key] = page, now
+        return dropped
+
+    def take(self, max_bytes: int) -> list[HostPage]:
+        """Return the pages that came first, at most `max_bytes` together, and at least one if there is one."""
+        keys = list(self._waiting)[: max(1, max_bytes // self._page_bytes)]
+        return [self._pop(key) for key in keys]
+
+    def clear(self) -> list[HostPage]:
+        """Let nothing wait; returns what did."""
+        return [self._pop(key) for key in list(self._waiting)]
+
+    def forget(self, key: Key) -> HostPage | None:
+        """Let a page wait no more; None if it didn't."""
+        return self._pop(key) if key in self._waiting else None
+
+    def _pop(self, key: Key) -> HostPage:
+        self._index.remove(key)
+        return self._waiting.pop(key)[0]
+
 
 FILE_BYTES = 32 * 2**20
 LINGER_SECONDS = 0.5  # for which a page waits for others to fill its file
@@ -52,7 +111,7 @@ class Writer(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Of pages that wait."""
+        """Bytes of the pages that wait."""
         return self._queue.num_bytes
 
     def add(self, page: HostPage) -> None:
@@ -159,9 +218,9 @@ class DiskWriter(Writer):
             if planned is None:
                 self._counters.dropped += len(pages)
                 return
-        file, doomed = planned
+        file, paths_to_delete = planned
         try:
-            disk.write(file, [self._host.memory.buffer(page.slot) for page in pages], doomed)
+            disk.write(file, [self._host.memory.buffer(page.slot) for page in pages], paths_to_delete)
         except OSError as error:
             self._fail(error, len(pages))
             return

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageName
+from longctx.serving.kv_cache.tiers.loader import Workers
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.parts import copy_pages
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.workers import Workers
 
 
-class Intake:
-    """At most so many bytes of pages come at a time; more are dropped. `lock` guards the tiers and the counters.
+class StoreQueue:
+    """Pages on their way from the devices into host memory, at most `queue_bytes` of them; more are dropped.
 
-    All methods but `close` are called under the lock, and wait for nothing.
+    `lock` guards the tiers and the counters. All methods but `close` are called under the lock, and wait for nothing.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Intake:
                 self._lock.notify_all()
 
     def _finish(self, key: Key, page: HostPage | None, checksum: int | None, is_kept: bool, read: PageRead) -> None:
-        """Let a page be found, if it has come whole and nobody has forgotten it meanwhile."""
+        """Let a page be found, if it has come whole and has not been forgotten meanwhile."""
         is_wanted = is_kept and self._arriving.get(key) is read
         if is_wanted:
             del self._arriving[key]

@@ -1,0 +1,83 @@
+"""Check that each room of the house stays under its ceiling of lines and files: `python tools/check_rooms.py`.
+
+Lines are those of `.py` and `.pyi` files, docstrings included. A change that needs more raises the ceiling here, and
+its commit message says why. `--targets` prints what a room should come to.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+LONGEST = 500  # lines of a file
+
+
+class Room(NamedTuple):
+    """Folders and files that belong together, the lines and files that they may have, and the lines aimed at."""
+
+    parts: tuple[str, ...]
+    lines: int
+    files: int
+    target: int
+
+
+SERVING = "longctx/serving"
+ROOMS = {
+    "kernels": Room(("longctx/kernels",), 6050, 47, 6000),  # partitioning for JAX's own sharding came after the plan
+    "parallel": Room(("longctx/parallel",), 3500, 24, 2800),
+    "models": Room(("longctx/models",), 6070, 43, 4200),
+    "nnx": Room(("longctx/nnx",), 1290, 12, 1200),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1750, 16, 1200),
+    "engine": Room((f"{SERVING}/engine",), 4810, 29, 2600),
+    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4180, 29, 3300),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 3870, 32, 2600),
+    "predictor": Room((f"{SERVING}/predictor",), 1470, 11, 900),
+    "scheduler": Room((f"{SERVING}/scheduler",), 3800, 24, 2700),
+    "distributed": Room((f"{SERVING}/distributed",), 2360, 20, 1400),
+    "recording": Room(
+        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2650, 23, 1500
+    ),
+    "server": Room((f"{SERVING}/server",), 6560, 59, 4200),
+    "cluster": Room(("longctx/cluster",), 12330, 104, 6500),
+    "simulation": Room(("longctx/simulation",), 13400, 104, 6500),
+    "command line": Room(("longctx/cli",), 5400, 62, 2400),
+    "longctx": Room(("longctx",), 79900, 640, 50000),
+    "papers": Room(("papers",), 5050, 44, 4500),
+    "tests": Room(("tests",), 57300, 400, 38000),
+    "benchmarks": Room(("benchmarks",), 11000, 90, 8000),
+}
+
+
+def files_of(parts: tuple[str, ...]) -> set[Path]:
+    """Return the Python files of folders, and files that match a pattern."""
+    found: set[Path] = set()
+    for part in parts:
+        for path in ROOT.glob(part):
+            found |= {path} if path.is_file() else {each for each in path.rglob("*.py*") if each.suffix != ".pyc"}
+    return found
+
+
+def main() -> int:
+    """Print each room's lines and files; return 1 if a room or a file has more than it may have."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", action="store_true", help="print the lines aimed at, too")
+    targets = parser.parse_args().targets
+    lines = {path: len(path.read_text().splitlines()) for path in files_of(("longctx", "papers", "tests", "benchmarks"))}
+    apart = files_of(ROOMS["recording"].parts)
+    failures = []
+    for name, room in ROOMS.items():
+        paths = files_of(room.parts) - (set() if name in ("recording", "longctx") else apart)
+        total = sum(lines[path] for path in paths)
+        aim = f" (aim {room.target:,})" if targets else ""
+        print(f"{name:22} {total:7,} of {room.lines:7,} lines, {len(paths):4} of {room.files:4} files{aim}")
+        if total > room.lines or len(paths) > room.files:
+            failures.append(f"{name}: {total:,} lines in {len(paths)} files, at most {room.lines:,} in {room.files}")
+    failures += [f"{path.relative_to(ROOT)}: {n} lines, at most {LONGEST}" for path, n in lines.items() if n > LONGEST]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
