@@ -54,7 +54,7 @@ class StandardPipeline(Instance):
 
 
 class Setting(NamedTuple):
-    """What a system is made for.
+    """Settings that a system is made for.
 
     Attributes:
       devices: in all; a multiple of 8 if there are more.
@@ -121,7 +121,7 @@ def _striped(setting: Setting) -> list[Instance]:
 
 
 class Baseline(NamedTuple):
-    """A system: what it is, and how it is made.
+    """A system to compare with, and the function that makes it.
 
     Attributes:
       about: what it is, one line.
@@ -170,7 +170,7 @@ def make_simulation(
     plan: ParallelPlan | None = None,
     **overrides: Any,
 ) -> Simulation:
-    """A system on so many devices, ready to serve workloads.
+    """Make a system on `devices` devices, ready to serve workloads.
 
     All have the same cost model and as much memory. `vllm` and `striped` compute whole prompts of up to 1M tokens in
     one step, and decodes beside them, where vLLM has steps for prompts alone: both wait alike.
@@ -187,7 +187,7 @@ def make_simulation(
       Ready for `run`.
 
     Raises:
-      TypeError, ValueError: there is no such system, or it can't be made of so many devices.
+      TypeError, ValueError: there is no such system, or it can't be made of these devices.
 
     Source:
       Medha, 5.1 to 5.4.

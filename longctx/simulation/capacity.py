@@ -19,7 +19,7 @@ _MOST = 24  # rates that are tried
 
 
 def in_time(served: Served) -> bool | None:
-    """Whether a request that has ended kept what it was promised, first token and TPOT; None: nothing was promised."""
+    """Check that a request that has ended kept its limits of first token and TPOT; None: it has none."""
     kept = [x for x in (served.kept_ttft, served.metrics.kept_tpot) if x is not None]
     return all(kept) if kept else None
 
@@ -37,7 +37,7 @@ def latency(served: Served, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A share of requests whose latency is at most so many seconds.
+    """A share of requests whose latency is at most `seconds`.
 
     Attributes:
       name: `"ttft"`, `"tpot"`, `"e2e"`, or `"in_time"`: what each request was promised.
@@ -55,14 +55,14 @@ class Target:
         return f"{self.name}_p{100 * self.share:g}={self.seconds:g}"
 
     def is_met(self, served: Served) -> bool | None:
-        """Whether a request meets it; None: it has no such latency or promise."""
+        """Check that a request meets it; None: it has no such latency or limit."""
         if self.name == "in_time":
             return in_time(served)
         value = latency(served, self.name)
         return None if value is None else value <= self.seconds
 
     def is_met_by(self, record: Record) -> bool:
-        """Whether a record meets it; requests that have not ended don't."""
+        """Check that a record meets it; requests that have not ended don't."""
         if self.name == "in_time":
             met = [self.is_met(served) for served in record.served]
             known = sum(x is not None for x in met) + len(record.open)
@@ -119,7 +119,7 @@ class Watch:
         self._seen = 0
 
     def is_lost(self, record: Record) -> bool:
-        """Whether some target can't be met any more."""
+        """Check whether some target can't be met any more."""
         for served in record.served[self._seen :]:
             for at, target in enumerate(self._targets):
                 self._missed[at] += target.is_met(served) is False
@@ -135,7 +135,7 @@ class Tried(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What a search found.
+    """Result of a search.
 
     Attributes:
       rate: the highest that meets all targets, requests a second; 0: none that was tried does.

@@ -1,4 +1,4 @@
-"""What came of a workload: its requests, and each engine after each of its steps."""
+"""Records of a workload: its requests, and each engine after each of its steps."""
 
 from dataclasses import dataclass, field, fields
 
@@ -55,7 +55,7 @@ class Served:
 
     @property
     def kept_ttft(self) -> bool | None:
-        """Whether the first token came in time, from when the request was due."""
+        """True if the first token came in time, from when the request was due."""
         return None if self.metrics.ttft_deadline is None else self.ttft <= self.metrics.ttft_deadline
 
 
@@ -112,7 +112,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class InstanceRecord:
-    """Of one instance: its devices, what they computed, and its steps if they were kept."""
+    """Record of one instance: its devices, what they computed, and its steps if they were kept."""
 
     name: str
     num_devices: int
@@ -123,7 +123,7 @@ class InstanceRecord:
 
 @dataclass
 class Record:
-    """What a workload came to: its requests, and the engines after each step.
+    """Results of a workload: its requests, and the engines after each step.
 
     `steps` and `timeline` are of all instances together, and empty where steps are not kept; `stats` is None then.
 
@@ -165,7 +165,7 @@ class Record:
 
     @property
     def totals(self) -> Totals:
-        """Of all instances together."""
+        """Totals of all instances together."""
         return sum((instance.totals for instance in self.instances), Totals())
 
 

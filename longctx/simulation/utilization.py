@@ -1,4 +1,4 @@
-"""What batches compute and read, and which share of the devices that is: FLOPs, bytes, MFU, MBU, GPU-seconds, memory.
+"""FLOPs and bytes of batches, the share of the devices that these use (MFU, MBU), GPU-seconds, and memory.
 
 Source: Mnemosyne, section 3 (equations 1 to 4) and figures 20 to 22; context parallelism paper, appendix A (MFU).
 """
@@ -218,7 +218,7 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the total may be used."""
+        """True if the total may be used."""
         return self.total <= self.usable
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Computes figures in processes: a module's in one, one after another."""
+"""Figures computed in processes, a module's in one. Apart from `__main__`, which spawned processes do not import."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""What a figure of a paper is here: statements beside the paper's own values, a table, and a drawing."""
+"""Figures: statements beside the paper's own values, a table, and a drawing."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Statement:
-    """What a paper says, and what we find: two numbers, or an ordering that holds or does not.
+    """A statement of a paper beside our result: two numbers, or an ordering that holds or does not.
 
     Attributes:
       figure: number of the figure, table or section in the paper, such as "15" or "table 6".
@@ -74,7 +74,7 @@ class Statement:
 
     @property
     def is_near(self) -> bool:
-        """Whether our number is within 20 % of the paper's, or the ordering holds."""
+        """True if our number is within 20 % of the paper's, or the ordering holds."""
         return self.ours == HOLDS if self.ratio is None else abs(self.ratio - 1) <= NEAR
 
 
@@ -119,7 +119,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What figures are computed from.
+    """Inputs of all figures.
 
     Attributes:
       seed: of everything that is random.

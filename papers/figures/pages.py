@@ -56,7 +56,7 @@ def write_pages(results: dict[str, list[Result]], out: Path) -> None:
 
 
 def count(statements: list[Statement]) -> str:
-    """How many numbers are near those of the papers, by what ours are based on, and how many orderings hold."""
+    """Count the numbers that are near those of the papers, by the basis of ours, and the orderings that hold."""
     numbers = [s for s in statements if s.ratio is not None]
     share = f" ({sum(s.is_near for s in numbers) / len(numbers):.1%})" if numbers else ""
     kinds = [f"{_near([s for s in numbers if s.basis == basis])} {about}" for basis, about in _BASES.items()]
@@ -69,7 +69,7 @@ def count(statements: list[Statement]) -> str:
 
 
 def _without_corrected(statements: list[Statement]) -> str:
-    """What correcting rows after their values were known did to the share of the predicted ones."""
+    """Compare the share of the predicted rows with that without rows corrected after their values were known."""
     predicted = [s for s in statements if s.ratio is not None and s.basis == "predicted"]
     kept = [s for s in predicted if not s.is_corrected]
     if not kept:

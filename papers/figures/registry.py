@@ -95,7 +95,7 @@ class Registered(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its files, and as `--only` takes it."""
+        """The name of its files, as `--only` takes it."""
         return f"{self.paper}_{self.function}"
 
     def compute(self, inputs: Inputs) -> Figure:

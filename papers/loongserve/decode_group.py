@@ -26,7 +26,7 @@ class DecodeGroup:
     Requests come and go between two steps.
 
     Args:
-      seconds: of a step with so many rows and keys, on all instances together.
+      seconds: of a step with given rows and keys, on all instances together.
       on_steps: is told how many steps have ended, with how many rows, the keys of all of them, and their seconds.
       on_end: is told of each request that has all its tokens.
       on_change: is told when requests have come or gone, and the next step has begun if there is one.
@@ -67,7 +67,7 @@ class DecodeGroup:
         return when
 
     def _boundary(self, now: float) -> tuple[float, int]:
-        """When the step that runs now ends, and how many have then."""
+        """Return when the step that runs now ends, and the steps that have ended then."""
         if not self._steps:
             return now, 0
         if self._changes:
@@ -79,7 +79,7 @@ class DecodeGroup:
         return max(now, self._begun + self._took(low)), low
 
     def _took(self, steps: int) -> float:
-        """Seconds of the first so many steps."""
+        """Return the seconds of the first `steps` steps."""
         return steps * self._first + self._slope * (steps * (steps - 1) // 2)
 
     def _plan(self, when: float, steps: int) -> None:
@@ -104,7 +104,7 @@ class DecodeGroup:
         self._on_change(self)
 
     def _note(self, steps: int) -> None:
-        """So many steps have ended."""
+        """Account for steps that have ended."""
         rows, keys = len(self.active), sum(each.context for each in self.active)
         took = self._took(steps)
         self._on_steps(steps, rows, steps * keys + rows * (steps * (steps + 1) // 2), took)

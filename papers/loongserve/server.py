@@ -1,20 +1,23 @@
 """LoongServe: elastic context parallelism, first come first served, no preemption."""
 
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from longctx.models import LlamaConfig
+from longctx.models import LlamaConfig, cache_bytes
 from longctx.parallel import Topology
-from longctx.serving import EngineStats, Metrics, StepMetrics
-from longctx.serving.predictor import Work
+from longctx.serving import EngineStats, Metrics, ParallelPlan, StepMetrics
+from longctx.serving.predictor import Predictor, Work
 from longctx.simulation import EventLoop, Totals
+from longctx.simulation.hardware import predictor
+from longctx.simulation.utilization import max_tokens
 from longctx.simulation.workloads import WorkloadRequest
-from papers.loongserve.cost import LoongServeCost
 from papers.loongserve.decode_group import Active, DecodeGroup
-from papers.loongserve.groups import plan_groups
 
 _MOST_PROMPTS = 16  # that are divided into groups at a time
+_ROWS = 4096  # that predictors are asked for at least; prompts are longer, and predicted by the same products
 
 
 class LoongServe:
@@ -24,7 +27,7 @@ class LoongServe:
 
     - An instance is `tensor` devices. It prefills, decodes, or is free; prompts and decodes never share a step.
     - Prompts are prefilled whole, in order of arrival, each as soon as some instance is free for it and there is memory
-      for its tokens and its answer. Nobody passes the first in the queue, and nobody is preempted.
+      for its tokens and its answer. No request passes the first in the queue, and none is preempted.
     - A batch of prompts has 1 to `max_degree` free instances. Who waits first and fits is divided into groups so that
       the sum of their latencies is least; short prompts are put together up to the tipping point, from which on longer
       batches are read no faster a token. A group's prompts are sharded over it, keys go round in a ring.
@@ -203,7 +206,7 @@ class LoongServe:
     def _migrate(self, source: DecodeGroup, target: DecodeGroup, seconds: float) -> float:
         """Move all requests of an instance to another, and free it; when it is free."""
         tokens = source.tokens
-        target.promised += tokens  # so that nobody else takes their room
+        target.promised += tokens  # reserves their room
         self._groups = [each for each in self._groups if each[1] is not source]
         self._free += 1
         self._moving[id(source)] = source.active
@@ -253,7 +256,7 @@ class LoongServe:
         self._dispatch()
 
     def _make_group(self, count: int) -> DecodeGroup:
-        """A group of so many instances, which each have as many of its keys."""
+        """Make a group of `count` instances, which share its keys evenly."""
 
         def seconds(rows: int, keys: int) -> float:
             return self.cost.decode_seconds(rows, -(-keys // count), count)
@@ -292,3 +295,100 @@ class LoongServe:
             moving = sum(map(len, self._moving.values()))
             decoding = sum(len(group.active) for _, group in self._groups)
             self.timeline.append((self._loop.now, len(self._reading) + decoding + moving, len(self._queue)))
+
+
+class Group(NamedTuple):
+    """Consecutive prompts, from `first` to before `stop`, that are prefilled in one batch on `degree` instances."""
+
+    first: int
+    stop: int
+    degree: int
+
+
+def plan_groups(
+    seconds: Callable[[int, int, int], float], num_prompts: int, num_instances: int, max_degree: int
+) -> list[Group] | None:
+    """Divide prompts, in their order, and instances into groups, so that the sum of the prompts' seconds is least.
+
+    Args:
+      seconds: of a batch of the prompts from `first` to before `stop` on `degree` instances; infinite: they don't fit.
+
+    Returns:
+      The groups, in the prompts' order; they may leave instances over. None: the prompts don't fit.
+
+    Source: LoongServe's batching of prefills (Wu et al., SOSP 2024), which minimises the summed input latency so.
+    """
+    # best[n][k]: the least sum of the first n prompts on k instances, and the last group.
+    best: list[list[tuple[float, Group | None]]] = [[(0.0, None)] * (num_instances + 1)]
+    for stop in range(1, num_prompts + 1):
+        row: list[tuple[float, Group | None]] = [(math.inf, None)]
+        for instances in range(1, num_instances + 1):
+            least, chosen = row[-1]  # one instance less
+            for degree in range(1, min(instances, max_degree) + 1):
+                for first in range(stop):
+                    before = best[first][instances - degree][0]
+                    if before < least:
+                        total = before + (stop - first) * seconds(first, stop, degree)
+                        if total < least:
+                            least, chosen = total, Group(first, stop, degree)
+            row.append((least, chosen))
+        best.append(row)
+    groups, stop, left = [], num_prompts, num_instances
+    while stop:
+        group = best[stop][left][1]
+        if group is None:
+            return None
+        groups.append(group)
+        stop = group.first
+        # The group may have been chosen with fewer instances, of which the rest of the sum was computed.
+        left = next(k for k in range(group.degree, left + 1) if best[group.stop][k] == best[group.stop][left])
+        left -= group.degree
+    return groups[::-1]
+
+
+class LoongServeCost:
+    """Seconds of batches on instances of `tensor` devices each.
+
+    Prompts are sharded over the instances of a group and attend in a ring (pass-KV), which attention hides as far as it
+    can. Decodes are replicated over the instances that have their keys, and merged.
+
+    Attributes:
+      capacity: tokens whose keys and values fit into one instance.
+      tipping_point: tokens of a batch beyond which a longer one is read no faster a token.
+    """
+
+    def __init__(self, model: LlamaConfig, topology: Topology, tensor: int, max_degree: int) -> None:
+        self._predictors: dict[int, Predictor] = {
+            degree: predictor(model, topology, ParallelPlan(1, degree, tensor), max_rows=_ROWS)
+            for degree in range(1, max_degree + 1)
+        }
+        self.capacity = max_tokens(model, ParallelPlan(1, 1, tensor), topology.device)
+        link = topology.link("context")
+        self._token_seconds = cache_bytes(model, 1, 1, tensor) / (link.bandwidth * link.share)
+        self._latency = link.latency
+        sizes = [1 << power for power in range(_ROWS.bit_length())]
+        speeds = {size: size / self._predictors[1].seconds(Work(size, 1)) for size in sizes}
+        self.tipping_point = next(size for size in sizes if speeds[size] >= 0.95 * max(speeds.values()))
+
+    def prefill_work(self, prompts: Iterable[int], degree: int) -> Work:
+        """Return a rank's work of whole prompts of these lengths, in one batch on `degree` instances."""
+        work, rows = Work(), 0
+        for tokens in prompts:
+            if degree == 1:
+                work = work.with_chunk(0, tokens, True)
+            else:
+                share = -(-(rows + tokens) // degree) - -(-rows // degree)
+                work, rows = work.with_sharded(0, tokens, degree, 0, True, "pass_kv", share), rows + tokens
+        return work
+
+    def prefill_seconds(self, prompts: Iterable[int], degree: int) -> float:
+        """Predict the seconds of whole prompts of these lengths, in one batch on `degree` instances."""
+        return self._predictors[degree].seconds(self.prefill_work(prompts, degree))
+
+    def decode_seconds(self, rows: int, keys: int, degree: int) -> float:
+        """Seconds of one token for each of `rows` requests, where the fullest of `degree` instances has `keys` keys."""
+        return self._predictors[degree].seconds(Work(rows, rows, keys, replicated=rows if degree > 1 else 0))
+
+    def migration_seconds(self, tokens: int) -> float:
+        """Predict the seconds in which the keys and values of `tokens` tokens move to another instance."""
+        return self._latency + tokens * self._token_seconds

@@ -1,7 +1,4 @@
-"""Medha's capacity, Llama-3 8B on 16 A100, short requests alone and with 5 % long ones: figures 1, 4, 15, 16, 21, 23.
-
-Figure 22 is here too, since it has most of its runs in common with these.
-"""
+"""Medha's capacity, Llama-3 8B on 16 A100, without and with 5 % long requests: figures 1, 4, 15, 16, 21 to 23."""
 
 from typing import Any
 
@@ -13,7 +10,6 @@ from longctx.serving.predictor import Work
 from longctx.simulation.models import MODELS
 from longctx.simulation.utilization import model_flops
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
-from papers.medha.policies import figure_22 as figure_22
 from papers.medha.runs import RATES, WINDOW, Outcome, alone, draw_cdf, full_rate, requests, serve
 
 SYSTEMS = ("medha", "medha-fcfs", "sarathi-512", "sarathi-2048", "loongserve")
@@ -21,6 +17,8 @@ SHORT_WINDOW = WINDOW / 4  # of short requests alone, which are in a steady stat
 PAPER_MFU = 0.6  # of the peak, the most that the paper reaches with 70B on H100 (5.5); it says none of 8B on A100
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # quantiles of figure 1
 ACCEPTABLE = 10.0  # seconds of a median TTFT that is still interactive; the paper does not say what it accepts
+POLICIES = {"medha-fcfs": "FCFS", "edf": "EDF", "lrs": "LRS", "medha": "Medha"}
+POLICY_RATES = (0.25, 1.75)
 
 
 def cells(inputs: Inputs, mix: str) -> dict[tuple[str, float], Outcome]:
@@ -33,7 +31,7 @@ def cells(inputs: Inputs, mix: str) -> dict[tuple[str, float], Outcome]:
 
 
 def saturated(inputs: Inputs) -> str:
-    """Why queues differ by more than constants."""
+    """Say why queues differ by more than constants."""
     most = full_rate(inputs)
     return f"16 A100 can read {most:.2f} of these requests a second at most: queues in order of arrival only grow"
 
@@ -139,7 +137,7 @@ def equal_utilization(inputs: Inputs) -> Figure:
 
 
 def figure_4(inputs: Inputs) -> Figure:
-    """What LoongServe's pools are asked for over time: compute and memory of prompts and of decodes."""
+    """Demand on LoongServe's pools over time: compute and memory of prompts and of decodes."""
     rate = 0.5
     cell, model = serve(inputs, "loongserve", "long", rate, WINDOW), MODELS["llama-3-8b"]
     prefill, decode = _flops(model, cell)
@@ -177,7 +175,7 @@ def figure_4(inputs: Inputs) -> Figure:
 
 
 def _flops(model: LlamaConfig, cell: Outcome) -> tuple[np.ndarray, np.ndarray]:
-    """Of each request's prompt and of its decodes; `[requests]` each."""
+    """Return the FLOPs of each request's prompt and of its decodes; `[requests]` each."""
     prefill = [model_flops(model, Work.of([(0, int(tokens), True)])) for tokens in cell.prompt]
     decode = [
         int(count) * model_flops(model, Work(1, 1, int(tokens + count / 2)))
@@ -344,3 +342,52 @@ def figure_23(inputs: Inputs) -> Figure:
 
     title = "A reserved pool for short prompts: Llama-3 8B on 16 A100"
     return Figure("medha_figure_23", title, "medha", statements, rows_of(found, "5 % long"), draw)
+
+
+def normalised(cell: Outcome) -> np.ndarray:
+    """TTFT over that of the prompt alone; of requests without a first token, what they had waited for it."""
+    return cell.waited / alone(cell.prompt)
+
+
+def figure_22(inputs: Inputs) -> Figure:
+    """Policies at low and at high load."""
+    found = {(name, rate): normalised(serve(inputs, system, "long", rate, WINDOW))
+             for rate in POLICY_RATES for system, name in POLICIES.items()}  # fmt: skip
+    low, high = POLICY_RATES
+    median = {key: float(np.median(values)) for key, values in found.items()}
+    p90 = {key: float(np.quantile(values, 0.9)) for key, values in found.items()}
+    theirs = serve(inputs, "lrs", "long", high, WINDOW)
+    short = ~theirs.is_long
+    waits = float(np.median(theirs.waited[short]) - np.median((theirs.admitted - theirs.arrival)[short]))
+    lows = [median[name, low] for name in POLICIES.values()]
+    statements = [
+        Statement("22", f"8B, 16 A100, 5 % long, {high}/s: LRS's median TTFT, normalised, over Medha's", 1.7,
+                  median["LRS", high] / median["Medha", high], "x", "under LRS a short prompt waits "
+                  f"{waits:.2g} s, when it has memory, until its relative slack is that of late long prompts; "
+                  "under Medha's policy it gets a share of their steps at once"),
+        ordering("22", f"{high}/s: FCFS has a higher median than EDF, EDF than LRS, LRS than Medha",
+                 median["FCFS", high] > median["EDF", high] > median["LRS", high] > median["Medha", high]),
+        ordering("22", f"{high}/s: EDF comes close to FCFS: nearer to it than to LRS", median["FCFS", high]
+                 / median["EDF", high] < median["EDF", high] / median["LRS", high]),
+        ordering("22", f"{low}/s: like medians (within 3 times)", max(lows) <= 3 * min(lows)),
+        ordering("22", f"{low}/s: tails differ: FCFS's P90 is more than 10 times Medha's",
+                 p90["FCFS", low] > 10 * p90["Medha", low]),
+    ]  # fmt: skip
+    table: list[dict[str, Any]] = [
+        {"requests/s": rate, "policy": name, **{
+            f"normalised TTFT p{round(100 * share)}": float(np.quantile(values, share)) for share in (0.5, 0.9, 0.99)
+        }}
+        for (name, rate), values in found.items()
+    ]  # fmt: skip
+
+    def draw(*axes: Any) -> None:
+        for panel, rate in zip(axes, POLICY_RATES, strict=True):
+            for name in POLICIES.values():
+                draw_cdf(panel, found[name, rate], name)
+            panel.set(
+                xscale="log", xlabel="TTFT over that alone", ylabel="share of requests", title=f"{rate} requests/s"
+            )
+        axes[0].legend()
+
+    title = "Scheduling policies: Llama-3 8B on 16 A100, 5 % long"
+    return Figure("medha_figure_22", title, "medha", statements, table, draw, panels=2)

@@ -1,4 +1,4 @@
-"""What Medha's figures are drawn from: its mixes on each system, for a window of an hour as the paper has it."""
+"""Runs behind Medha's figures: its mixes on each system, for a window of an hour as in the paper."""
 
 import functools
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the requests of a window, in the order of their arrival; all arrays are `[requests]`.
+    """Results of the requests of a window, in the order of their arrival; all arrays are `[requests]`.
 
     Attributes:
       system: name of the baseline.
@@ -154,7 +154,7 @@ def run(
 
 
 def alone(prompts: np.ndarray) -> np.ndarray:
-    """TTFT of prompts of so many tokens with nobody else on the 16 A100, in chunks of 4,096; `[prompts]`, seconds.
+    """Predict the TTFT of prompts alone on the 16 A100, in chunks of 4,096 tokens; `[prompts]`, seconds.
 
     A tick of the pipeline takes as long as the slower of the chunks in its two stages.
     """

@@ -1,4 +1,4 @@
-"""What the figures of the context parallelism paper share: its model, its hosts, and a prompt served there by itself.
+"""Parts that the context parallelism paper's figures share: its model, its hosts, and a prompt served there alone.
 
 The paper's hosts are the presets `meta-gtt` (RDMA) and `meta-gti` (TCP), of 8 H100 each (section 4.1). Prompts and
 decodes are served by the engine's core, a whole prompt in one step, as the paper has no chunks. Partial results have 2

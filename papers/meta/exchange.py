@@ -46,7 +46,7 @@ def ttft(new: int, exchange: str) -> float:
 
 
 def table_2(inputs: Inputs) -> Figure:
-    """What a layer sends, and reads: formulas of tables 2 and 3, against the library's counts."""
+    """Messages and reads of a layer: formulas of tables 2 and 3, against the library's counts."""
     new, cached = 12_800, 115_200
     layer = LayerCost(LLAMA3_405B, HARDWARE, 2)
     pair = choose_ring(new, cached, 1, LLAMA3_405B, HARDWARE).times["kvp"].compute * HARDWARE.peak_flops
@@ -220,7 +220,7 @@ def served_exchanges(rule: str | EmpiricalRule, at_peak: bool = False) -> list[s
 
 
 def figure_10(inputs: Inputs) -> Figure:
-    """Which exchange an engine takes for the rows of table 4, by each rule (algorithms 1 and 5, appendix D)."""
+    """Exchanges that an engine takes for the rows of table 4, by each rule (algorithms 1 and 5, appendix D)."""
     columns = {rule: served_exchanges(rule) for rule in ("auto", "algorithm_1", "algorithm_5", "empirical")}
     columns["appendix_d"] = served_exchanges(EmpiricalRule(-1.059, 1.145, 12.112))
     columns["algorithm_1_at_peak"] = served_exchanges("algorithm_1", at_peak=True)
@@ -231,7 +231,7 @@ def figure_10(inputs: Inputs) -> Figure:
     at = {row["new_tokens"]: row for row in table}
 
     def agrees(rule: str) -> bool:
-        """Whether a rule chooses what was faster, in all rows but ties."""
+        """Check that a rule chooses what was faster, in all rows but ties."""
         return all(row[rule] == row["measured"] or row["tie"] for row in table)
 
     h = {new: choose_ring(new, TOTAL - new, HOSTS, GPU, HARDWARE).h for new in (4160, 12800)}

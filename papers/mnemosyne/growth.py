@@ -33,12 +33,12 @@ from papers.mnemosyne.runs import (
 
 
 def _millions(value: float, place: int) -> str:
-    """How matplotlib writes a number of tokens on an axis of millions."""
+    """Format a number of tokens on an axis of millions."""
     return f"{value / M:g}"
 
 
 def timeline(run: Run, every: int = 1) -> list[Row]:
-    """Every step of a run, or one in so many."""
+    """Return one in `every` steps of a run."""
     rows, before = list[Row](), 0
     for number, (step, count) in enumerate(zip(run.steps, run.chunks, strict=True)):
         if number % every == 0:
@@ -84,7 +84,7 @@ def section_4_4(inputs: Inputs) -> Figure:
 
 
 def section_6_3(inputs: Inputs) -> Figure:
-    """When a request grows onto another rank: memory is full, or decodes would not keep 30 ms between tokens."""
+    """Growth of a request onto another rank: memory is full, or decodes would not keep 30 ms between tokens."""
     prompt, table, statements = tokens(inputs, 10), list[Row](), list[Statement]()
     room = 3 * prompt // 10
     by_memory, by_latency = dict[str, list[int]](), dict[str, list[int]]()

@@ -16,7 +16,7 @@ PEAK, MEMORY = DEVICE.flops["bfloat16"], DEVICE.memory_bytes or math.nan
 
 
 def attention_flops(tokens: float, causal: bool) -> float:
-    """Of a prompt for Llama-3 8B: equation 1 over all layers, or the half that the causal mask leaves of it."""
+    """FLOPs of a prompt for Llama-3 8B: equation 1 over all layers, or the half that the causal mask leaves."""
     return 4 * tokens**2 * B8.head_dim * B8.num_heads * B8.num_layers / (1 + causal)
 
 

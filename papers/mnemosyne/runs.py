@@ -46,7 +46,7 @@ def predict(model: LlamaConfig, plan: ParallelPlan, rows: int = CHUNK) -> CurveP
 
 
 def fits(model: LlamaConfig, plan: ParallelPlan, millions: float) -> bool:
-    """Whether weights, keys and values of so many million tokens fit into the memory of a plan's devices."""
+    """Check whether weights, keys and values of `millions` million tokens fit into a plan's devices."""
     return device_memory(model, plan, DEVICE, round(millions * M), CHUNK).fits
 
 
@@ -66,7 +66,7 @@ def adaptive(target: float) -> EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a long prompt came to.
+    """Results of a long prompt.
 
     Attributes:
       ttft, tpot: seconds of the long request. tpot is None if it had one token of output.
@@ -103,7 +103,7 @@ def serve(
     short: int = 0,
     memory: int | None = None,
 ) -> Run:
-    """Serve a prompt of so many tokens.
+    """Serve a prompt of `prompt` tokens.
 
     Args:
       outputs: tokens that are generated after it.
@@ -144,7 +144,7 @@ def doubling(axes: Any, values: List[int]) -> None:
 
 
 def named(axes: Any, values: List[float], unit: float = 1) -> None:
-    """A logarithmic x axis on which these numbers are named, in units of so many, and no others."""
+    """Name these numbers on the x axis, in units of `unit`, and no others."""
     axes.set_xticks([unit * value for value in values], [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
 

@@ -8,6 +8,7 @@ the requests of an instance, in the devices' memory.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Literal
@@ -15,10 +16,19 @@ from typing import Literal
 import numpy as np
 
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.parallel import Topology
+from longctx.serving import ParallelPlan
+from longctx.serving.predictor import CurvePredictor
 from longctx.simulation.cluster import ClusterDeployment, ClusterRecord, ClusterSettings, ClusterSimulation
+from longctx.simulation.hardware import predictor
+from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest
-from papers.mooncake.runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth
 
+MODEL = MODELS["llama-2-70b"]
+TOPOLOGY = Topology.preset("a100-800g")
+TENSOR = 8  # GPUs of an instance: a host
+PLAN = ParallelPlan(tensor=TENSOR)
+CHUNK = 4096  # tokens of a chunk of a prompt; "typically larger than 1000" (3)
 TTFT, TPOT = 30.0, 0.1  # seconds, the SLOs of figure 11
 PAPER = ClusterSettings()
 """The paper's protocol: the prefill instance draws the first token, and pages leave layer by layer."""
@@ -27,9 +37,21 @@ SERVERS = ClusterSettings(first_token="decode", overlap="chunk")
 HOST_BYTES = 10**12  # of a host's memory that keeps pages of prefixes
 
 
+@functools.cache
+def predict() -> CurvePredictor:
+    """Seconds of an instance's steps, by the one cost model."""
+    return predictor(MODEL, TOPOLOGY, PLAN, max_rows=CHUNK)
+
+
+def host_bandwidth() -> float:
+    """Bytes per second that an instance sends, over all its network cards."""
+    link = TOPOLOGY.link("context")
+    return TENSOR * link.bandwidth * link.share
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a run came to; arrays are of the requests that completed: `[completed]`.
+    """Results of a run; arrays are of the requests that completed: `[completed]`.
 
     Attributes:
       due, ttft: seconds: when it came, and from then to its first token.
@@ -57,7 +79,7 @@ class Outcome:
 
     @classmethod
     def of(cls, record: ClusterRecord, came: int) -> "Outcome":
-        """Of a record of so many requests."""
+        """Make it of the record of `came` requests."""
 
         def column(values: Iterable[object]) -> np.ndarray:
             return np.array(list(values), float)
@@ -163,7 +185,7 @@ def serve(
 
 
 class _Lost:
-    """Whether more requests than are allowed have missed a TTFT."""
+    """Callback that ends a run in which more requests than are allowed have missed a TTFT."""
 
     def __init__(self, ttft: float, allowed: int) -> None:
         self._ttft, self._left, self._seen = ttft, allowed, 0

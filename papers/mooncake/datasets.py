@@ -14,8 +14,7 @@ from longctx.simulation.capacity import search
 from longctx.simulation.cluster import ClusterSettings
 from longctx.simulation.workloads import TRACE_BLOCK
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
-from papers.mooncake.cluster import PAPER, SERVERS, serve
-from papers.mooncake.runs import CHUNK, predict
+from papers.mooncake.cluster import CHUNK, PAPER, SERVERS, predict, serve
 from papers.mooncake.workloads import DATASETS, poisson
 
 OURS, MORE_DECODE, THEIRS = "Mooncake-[3P+1D]", "Mooncake-[2P+2D]", "vLLM-[4M]"
@@ -84,7 +83,7 @@ def systems(name: str) -> dict[str, System]:
 
 
 def full_rate(name: str) -> float:
-    """Requests a second of mean length that four hosts can compute if nothing is cached and nobody decodes."""
+    """Return the requests a second, of mean length, that four hosts can compute without a cache and without decodes."""
     return HOSTS / predict().prefill_seconds(0, DATASETS[name].prompt, CHUNK)
 
 

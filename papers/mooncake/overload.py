@@ -9,15 +9,14 @@ import numpy as np
 from longctx.simulation.cluster import ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
-from papers.mooncake.cluster import PAPER, SERVERS, TPOT, TTFT, Outcome, serve
-from papers.mooncake.runs import CHUNK, predict
+from papers.mooncake.cluster import CHUNK, PAPER, SERVERS, TPOT, TTFT, Outcome, predict, serve
 from papers.mooncake.workloads import conversation, repeat
 
 Rule = Literal["baseline", "early_rejection", "predicted_early_rejection"]
 BASELINE: Rule = "baseline"
 EARLY: Rule = "early_rejection"
 PREDICTED: Rule = "predicted_early_rejection"
-# Of 23,000 requests so many were rejected.
+# Rejections of 23,000 requests, by rule.
 RULES: dict[Rule, tuple[str, int]] = {
     BASELINE: ("baseline", 4_183),
     EARLY: ("early rejection", 3_771),
@@ -32,9 +31,9 @@ SWEEP = (("13P+3D", TPOT), ("14P+2D", TPOT), ("15P+1D", TPOT), (SHAPE, 0.03))
 # full when 17 prefill instances are busy. It comes as often as 6 times the trace.
 MACHINES, COPIES, MINUTES = "17P+3D", 6, 20
 THRESHOLD = 0.8
-"""Of the decode pool's load above which early rejection accepts nobody (6.1: "a predefined threshold"); before a decode
-the SLO and memory are the limit. With the same limit before both, a place that is free is given away to all who come
-until one of them has been prefilled, and early rejection is the baseline."""
+"""Load of the decode pool above which early rejection accepts no request (6.1: "a predefined threshold"). Before a
+decode the SLO and memory are the limit. With the same limit before both, a place that is free is given away to all who
+come until one of them has been prefilled, and early rejection is the baseline."""
 
 
 @functools.cache
@@ -133,7 +132,7 @@ def table_2(inputs: Inputs) -> Figure:
 
 
 def _sweep(shape: str, tbt: float, found: Mapping[Rule, Outcome]) -> Statement:
-    """Whether the rules are ordered as in the paper, on other machines or with another TBT."""
+    """State whether the rules are ordered as in the paper, on other machines or with another TBT."""
     share = {rule: _rejected(outcome) for rule, outcome in found.items()}
     most = ", ".join(f"{outcome.loads[:, 2].max():.2f}" for outcome in found.values())
     return ordering(

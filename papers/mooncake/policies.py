@@ -6,8 +6,7 @@ import numpy as np
 
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from papers.medha.runs import draw_cdf
-from papers.mooncake.cluster import PAPER, SERVERS, TPOT, TTFT, Outcome, serve
-from papers.mooncake.runs import CHUNK, predict
+from papers.mooncake.cluster import CHUNK, PAPER, SERVERS, TPOT, TTFT, Outcome, predict, serve
 from papers.mooncake.workloads import PAPER_RATE, conversation, faster, token_rate
 
 # Mean TTFT in seconds of each policy, and its name in the paper; the means are of the paper's FAST'25 version.

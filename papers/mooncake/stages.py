@@ -1,4 +1,4 @@
-"""What Mooncake's two stages cost, what storing a prompt's KV cache costs, and how much of it is used again.
+"""Costs of Mooncake's two stages and of storing a prompt's KV cache, and the share of it that is used again.
 
 Figures 2 and 5, table 1 and section 8, LLaMA2-70B on a host of 8 A800. None needs a cluster.
 """
@@ -13,7 +13,7 @@ from longctx.serving.predictor import Work
 from longctx.simulation.utilization import mbu, mfu, model_flops, totals_of
 from longctx.simulation.workloads import WorkloadRequest, read_workload
 from papers.figures.figure import Figure, Inputs, Statement, based_on, ordering
-from papers.mooncake.runs import CHUNK, MODEL, PLAN, TENSOR, TOPOLOGY, host_bandwidth, predict
+from papers.mooncake.cluster import CHUNK, MODEL, PLAN, TENSOR, TOPOLOGY, host_bandwidth, predict
 from papers.mooncake.workloads import (
     DATASETS,
     PAPER_RATE,
@@ -84,7 +84,7 @@ def _shares(batch: int, seconds: float) -> tuple[float, float]:
 
 
 def prefill_ends(tokens: int, cached: int = 0) -> np.ndarray:
-    """When each layer of each chunk of a prompt is computed, `[chunks, layers]` seconds; chunks of `CHUNK` tokens."""
+    """Predict when each layer of each chunk of a prompt is computed, `[chunks, layers]` seconds."""
     device, found, now = predict(), [], 0.0
     for start in range(cached, tokens, CHUNK):
         seconds = device.prefill_seconds(start, min(start + CHUNK, tokens), CHUNK)
@@ -195,7 +195,7 @@ def table_1(inputs: Inputs) -> Figure:
 
 
 def section_8(inputs: Inputs) -> Figure:
-    """How much of the prompts can be used again, with room for everything."""
+    """Share of the prompts that can be used again, with room for everything."""
     traces = {name: x for name, x in _traces(inputs).items() if "k" not in name.split("-")[-1]}
     found = {name: reuse(requests) for name, requests in traces.items()}
     parts = 6
@@ -225,7 +225,7 @@ def section_8(inputs: Inputs) -> Figure:
 
 
 def _reuse_by_time(trace: list[WorkloadRequest], parts: int) -> list[float]:
-    """Of each part of a trace, the share of tokens that it or any part before it has computed."""
+    """Return, for each part of a trace, the share of tokens that it or any part before it has computed."""
     seen, found = set[int](), []
     for part in np.array_split(np.arange(len(trace)), parts):
         cached = tokens = 0

@@ -60,7 +60,7 @@ DATASETS = {
 
 
 def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) -> list[WorkloadRequest]:
-    """So many requests of a data set, in random order, which all arrive at 0.
+    """Make `count` requests of a data set, in random order, which all arrive at 0.
 
     Args:
       questions: of a document; None: the data set's own.
@@ -141,7 +141,7 @@ _LONGEST = 126_195, 32_000  # tokens of the longest prompt, and of the longest t
 
 
 def builtin_trace(count: int, seconds: float, seed: int = 0) -> list[WorkloadRequest]:
-    """Conversations whose turns come in so many seconds, shaped as the public trace is: lengths, reuse, arrivals."""
+    """Make conversations whose turns come in `seconds`, shaped as the public trace is: lengths, reuse, arrivals."""
     rng = np.random.default_rng(seed)
     first, later, answer = (each.draw(rng, count).tolist() for each in (_FIRST, _NEXT, _ANSWER))
     pauses = _PAUSE.draw(rng, count).tolist()

@@ -14,7 +14,7 @@ from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed
 from papers.baselines import make_simulation
 from papers.loongserve import LoongServe
 from papers.loongserve.decode_group import Active, DecodeGroup
-from papers.loongserve.groups import Group, plan_groups
+from papers.loongserve.server import Group, plan_groups
 
 MODEL, TOPOLOGY = MODELS["llama-3-8b"], Topology.preset("medha-a100")
 

@@ -6,8 +6,7 @@ import pytest
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.simulation.workloads import WorkloadRequest
 from papers.figures.figure import Inputs
-from papers.mooncake.cluster import deployment, serve
-from papers.mooncake.runs import MODEL
+from papers.mooncake.cluster import MODEL, deployment, serve
 from papers.mooncake.stages import loading, storing
 from papers.mooncake.workloads import DATASETS, builtin_trace, dataset, poisson, repeat, reuse
 

@@ -351,7 +351,7 @@ def _missed(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
 
 
 def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
-    """MFU of a prompt of so many tokens in so many seconds, causal pairs counted once."""
+    """Compute the MFU of a prompt, causal pairs counted once."""
     totals = utilization.Totals(rows=tokens, samples=1, pairs=tokens * (tokens + 1) // 2)
     devices = deployment.plan.num_devices
     return utilization.mfu(deployment.model, totals, deployment.topology.device, devices, seconds)

@@ -63,7 +63,7 @@ def summarize_deployment(record: Record, deployment: Deployment) -> dict[str, An
 
 
 def usage(record: Record, deployment: Deployment) -> dict[str, float]:
-    """What the devices did.
+    """Compute the utilisation of the devices.
 
     `devices`: of all instances. `gpu_seconds`: of all devices, busy or not. `busy`: share of the seconds in which
     instances computed. `mfu`, `mbu`: shares of the data sheet's FLOP/s and memory bandwidth, over all seconds;

@@ -114,20 +114,20 @@ class Row:
         return BadRowError(self.line, str(message))
 
     def value(self, column: str) -> Any:
-        """A column's value as it is."""
+        """Return a column's value as it is."""
         if self._values.get(column) is None:
             raise self.bad(f"{column!r} is missing")
         return self._values[column]
 
     def tokens(self, column: str, low: int = 1) -> int:
-        """A column's number of tokens."""
+        """Return a column's number of tokens."""
         try:
             return check_integer(column, _number(self.value(column), int), low, MAX_INT32)
         except (TypeError, ValueError) as error:
             raise self.bad(error) from None
 
     def seconds(self, column: str, unit: float = 1.0) -> float:
-        """A column's time, which has units of so many seconds; 0 if it is missing."""
+        """Return a column's time, in units of `unit` seconds; 0 if it is missing."""
         if column not in self:
             return 0.0
         try:
@@ -143,7 +143,7 @@ class Row:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """The number that a text has, else the value as it is, for a check to refuse."""
+    """Return the number that a text has, else the value as it is, for a check to refuse."""
     try:
         return kind(value) if isinstance(value, str) else value
     except ValueError:
