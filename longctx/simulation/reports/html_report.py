@@ -54,8 +54,8 @@ def write_report(contents: Mapping[str, Any], record: Record, summary: str, draw
     sections = [("Summary", _text(summary))]
     sections += _drawings(drawing)
     slowest = sorted(record.served, key=lambda each: -each.ttft)[:20]
-    columns = ("request", "due", "TTFT", "TPOT", "prompt tokens", "from the cache", "output tokens")
-    columns += ("preemptions", "in time")
+    columns = ["request", "due", "TTFT", "TPOT", "prompt tokens", "from the cache", "output tokens"]
+    columns += ["preemptions", "in time"]
     rows = [
         (
             each.number,
