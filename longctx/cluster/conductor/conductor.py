@@ -3,16 +3,11 @@
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
-from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
-from longctx.cluster.conductor.load import Loads, loads
-from longctx.cluster.conductor.membership import check_joins, check_report, check_role
-from longctx.cluster.conductor.overload import Admission, Verdict
-from longctx.cluster.conductor.pending_blocks import PendingBlocks
+from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role, check_joins, check_report, check_role
+from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
     Policy,
@@ -21,40 +16,23 @@ from longctx.cluster.conductor.policy import (
     inline_choice,
     select_decode,
 )
-from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.conductor.roles import RoleRule
-from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
-from longctx.cluster.conductor.swap import Swap, Swapper
-from longctx.cluster.conductor.view import InstanceView, view
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection, RoleChange
+from longctx.cluster.conductor.state import ClusterState, InstanceState, InstanceView, OpenRequest
+from longctx.cluster.conductor.upkeep import RoleRule, Swap, Swapper
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.validation import check_integer, check_real
 
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """What is told of every decision, as the shadow audit is."""
-
-    def decided(
-        self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
-    ) -> None:
-        """A request is assigned or rejected; `placed`: where the policy has it, if anywhere. Nothing is changed yet."""
-        ...
-
-    def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
-        """A request that was assigned has had all its tokens, in one place; measured seconds."""
-        ...
-
-
 class Conductor:
-    """Places requests on instances, and keeps estimates of what they do.
+    """Global scheduler of a cluster: it places requests on instances, and keeps estimates of their work.
 
-    Whoever drives it calls it from one thread, with seconds of a clock that does not go back.
+    Its driver calls it from one thread, with seconds of a clock that does not go back.
 
     Args:
       config: how it decides.
-      index: which instance has which blocks; whoever drives the conductor feeds it.
-      observer: is told of every decision; None: nobody.
+      index: which instance has which blocks; its driver keeps it up to date.
 
     Source:
       Mooncake, sections 3, 5 and 6.
@@ -82,11 +60,11 @@ class Conductor:
       ('p1', 'd0', 10240)
     """
 
-    def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
+    def __init__(self, config: ConductorConfig, index: PrefixIndex) -> None:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
-        self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._admission = Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
@@ -102,11 +80,11 @@ class Conductor:
           TypeError, ValueError: the spec is out of range, an instance of its name is there, or it is of another
             fingerprint or block size than those that are.
         """
-        check_joins(spec, self.state.instances.values())
+        check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; what it has goes on.
+        """Assign nothing more to an instance; its open requests go on.
 
         Args:
           name: of the instance.
@@ -119,7 +97,7 @@ class Conductor:
         self.state.sort()
 
     def restore(self, name: str, now: float) -> None:
-        """The opposite of `drain`.
+        """Assign requests to an instance again that was drained.
 
         Args:
           name: of the instance.
@@ -132,14 +110,14 @@ class Conductor:
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
-        """Forget an instance that is dead, and what it held.
+        """Forget an instance that is dead, and the blocks that it held.
 
         Args:
           name: of the instance.
           now: seconds of the driver's clock.
 
         Returns:
-          Ids of requests that it prefilled or decoded. They are not open any more: whoever drives assigns them anew.
+          Ids of requests that it prefilled or decoded. They are not open any more: the driver assigns them again.
 
         Raises:
           ValueError: there is none of this name.
@@ -154,7 +132,7 @@ class Conductor:
         return [each.request.request_id for each in ended]
 
     def set_role(self, name: str, role: Role, now: float) -> None:
-        """Change what an instance does; what it has goes on.
+        """Change the role of an instance; its open requests go on.
 
         Args:
           name: of the instance.
@@ -168,12 +146,25 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def report(self, name: str, report: Report, now: float) -> None:
-        """Correct the estimates of an instance by what it says of itself.
+    def set_costs(self, name: str, costs: Costs) -> None:
+        """Change the costs of an instance, such as those of a predictor that has been corrected since.
 
         Args:
           name: of the instance.
-          report: what it says.
+          costs: from now on.
+
+        Raises:
+          ValueError: there is no such instance.
+        """
+        state = self._instance(name)
+        state.spec = replace(state.spec, costs=costs)
+
+    def report(self, name: str, report: Report, now: float) -> None:
+        """Correct the estimates of an instance by its own report.
+
+        Args:
+          name: of the instance.
+          report: of the instance.
           now: seconds of the driver's clock.
 
         Raises:
@@ -196,7 +187,7 @@ class Conductor:
         """Choose the instances that serve a request, or reject it.
 
         Args:
-          request: what it knows of it.
+          request: its lengths and keys.
           now: seconds of the driver's clock.
           exclude: names of instances that must have no part in it, as they have just failed.
           generated: tokens that it has had, if it goes on after a failure: then no load forbids it.
@@ -217,14 +208,12 @@ class Conductor:
             tokens, rest = request.prompt_tokens + generated, max(1, request.max_tokens - generated)
             request = replace(request, prompt_tokens=tokens, max_tokens=rest)
         decision, placed = self._decide(request, now, exclude, generated, check_real("waited", waited, 0))
-        if self._observer is not None:
-            self._observer.decided(decision, request, now, self.state, placed)
         if placed is not None and placed.assignment is decision:
             self._begin(placed, now)
         return decision
 
     def prefilled(self, request_id: str, now: float, has_memory: bool = False) -> Rejection | None:
-        """The prompt of a request is computed: check whether it may decode (3, step 4).
+        """Check whether a request may decode, whose prompt is computed (3, step 4).
 
         Args:
           request_id: of the request.
@@ -237,7 +226,7 @@ class Conductor:
         open_request = self.state.prefilling.get(request_id)
         if open_request is None:
             return None
-        verdict = None if open_request.generated else self._admission.before_decode(self.state, open_request, now)
+        verdict = None if open_request.generated else self._admission.check("decode", self.state, open_request, now)
         if has_memory:
             verdict = None if verdict is None or verdict.bound == "memory" else verdict
         elif verdict is None and not open_request.is_held:
@@ -249,13 +238,11 @@ class Conductor:
             self.first_token(request_id, now)
             return None
         rejection = self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
-        if self._observer is not None:
-            self._observer.decided(rejection, open_request.request, now, self.state, open_request)
         self._end(open_request, now, was_computed=True)
         return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The first token of a request has come, whatever room there is: `prefilled` is what asks.
+        """Note that the first token of a request has come; unlike `prefilled` it checks no room.
 
         Nothing happens if it is not open, or had one.
 
@@ -270,13 +257,12 @@ class Conductor:
             open_request.decode_since = now
             self.state.decoding[request_id] = open_request
 
-    def finished(self, request_id: str, now: float, output_tokens: int) -> None:
-        """A request has had its last token. Nothing happens if it is not open.
+    def finished(self, request_id: str, now: float) -> None:
+        """Forget a request that has had its last token. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
           now: seconds of the driver's clock.
-          output_tokens: how many it had.
         """
         open_request = self.state.find(request_id)
         if open_request is None:
@@ -286,12 +272,9 @@ class Conductor:
         if begun is None or open_request.generated:
             return
         self._admission.learn(now - begun)
-        if self._observer is not None:
-            tbt = (now - begun) / max(1, output_tokens - 1)
-            self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
-        """A request was given up. Nothing happens if it is not open.
+        """Forget a request that was given up. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
@@ -301,22 +284,20 @@ class Conductor:
         if open_request is not None:
             self._end(open_request, now)
 
-    # What is known.
-
     def instances(self, now: float) -> list[InstanceView]:
-        """All instances, for metrics and pages."""
-        return [view(each, now) for each in self.state.instances.values()]
+        """Return all instances, for metrics and pages."""
+        return [each.view(now) for each in self.state.instances.values()]
 
     def swaps(self, now: float) -> list[Swap]:
-        """The cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        """Return the cold blocks that instances should swap out; the driver asks every second, and passes them on."""
         return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
 
     def loads(self, now: float) -> Loads:
-        """The loads of both pools."""
+        """Return the loads of both pools."""
         return loads(self.state, now)
 
     def role_change(self, now: float) -> RoleChange | None:
-        """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
+        """Return the change of a role by load, if there is one; the driver asks every second, and makes the change."""
         return None if self._roles is None else self._roles.change(self.state, now)
 
     # Parts of the above.
@@ -335,7 +316,7 @@ class Conductor:
     def _decide(
         self, request: ClusterRequest, now: float, exclude: Collection[str], generated: int, waited: float
     ) -> tuple[Decision, OpenRequest | None]:
-        """The decision, and where the policy would have the request, if it could be anywhere."""
+        """Return the decision, and the request as the policy would place it, if it could be anywhere."""
         prefills, decodes = self.state.prefill_pool(exclude), self.state.decode_pool(exclude)
         if not prefills or not decodes:
             return self._rejection(request, Verdict("no_instance", inf, 1.0), "prefill", None, waited), None
@@ -362,7 +343,7 @@ class Conductor:
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
         )  # fmt: skip
         placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
-        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
+        verdict = None if generated else self._admission.check("prefill", self.state, placed, now)
         if verdict is not None:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
@@ -370,13 +351,13 @@ class Conductor:
     def _matches(
         self, request: ClusterRequest, pool: list[InstanceState], exclude: Collection[str]
     ) -> tuple[dict[str, int], PolicyContext]:
-        """What a policy is asked with: leading blocks that instances have or will have, and its context."""
+        """Return the leading blocks that instances have or will have, and the context of a policy."""
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
         held = {name: match.blocks for name, match in self.index.match(keys).items()}
         matches = dict(held)
-        for name, blocks in self._pending.match(keys).items():
+        for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):
                 matches[name] = blocks
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
@@ -412,20 +393,20 @@ class Conductor:
             instances[placed.transfer.source].sends[request.request_id] = ready
         instances[placed.prefill].begin_prefill(open_request, now, ready)
         instances[placed.decode].begin_decode(open_request)
-        self._pending.add(placed.prefill, request.keys)
+        self.state.pending.add(placed.prefill, request.keys)
         self.index.touch(request.keys, now)
         self.state.prefilling[request.request_id] = open_request
 
     def _end_prefill(self, open_request: OpenRequest, now: float, was_computed: bool) -> None:
         placed, request = open_request.assignment, open_request.request
         self.state.instances[placed.prefill].end_prefill(request.request_id, now, was_computed)
-        self._pending.remove(placed.prefill, request.keys)
+        self.state.pending.remove(placed.prefill, request.keys)
         if placed.transfer is not None and placed.transfer.source in self.state.instances:
             self.state.instances[placed.transfer.source].sends.pop(request.request_id, None)
         del self.state.prefilling[request.request_id]
 
     def _end(self, open_request: OpenRequest, now: float, was_computed: bool = False) -> None:
-        """A request is not open any more: take it out of all estimates."""
+        """Take a request out of all estimates."""
         if open_request.decode_since is None:
             self._end_prefill(open_request, now, was_computed)
         self.state.instances[open_request.assignment.decode].end_decode(open_request)
@@ -433,13 +414,13 @@ class Conductor:
 
 
 def _depends_on(open_request: OpenRequest, name: str) -> bool:
-    """Whether a request needs an instance still: where it decodes, or where its prompt is being computed."""
+    """Return whether a request still needs an instance, to decode or to compute its prompt."""
     placed = open_request.assignment
     return placed.decode == name or (placed.prefill == name and open_request.decode_since is None)
 
 
 def _reserved_tokens(request: ClusterRequest, block_size: int) -> int:
-    """Tokens of KV cache that a request may need where it decodes: whole blocks."""
+    """Compute the tokens of KV cache that a request may need to decode, in whole blocks."""
     if len(request.keys) > request.prompt_tokens // block_size:
         raise ValueError(
             f"keys must be of full blocks of {block_size} tokens: {request.prompt_tokens // block_size} at most, "

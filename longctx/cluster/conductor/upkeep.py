@@ -1,6 +1,7 @@
-"""`RoleRule`: which instance changes from prefill to decode or back, by load.
+"""Changes that a conductor makes between requests: roles of instances by load, and cold blocks that are swapped out.
 
-Source: Mooncake 7.1.1 leaves it to future work ("more flexible deployment and conversion methods"); the rule is ours.
+Source: Mooncake, sections 1.1 and 3 (cold blocks). Of roles 7.1.1 says only "more flexible deployment and conversion
+methods", as future work; the rule is ours.
 """
 
 from collections import Counter
@@ -8,16 +9,20 @@ from collections.abc import Iterable
 from math import inf
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.config import RoleConfig
-from longctx.cluster.conductor.decision import RoleChange
-from longctx.cluster.conductor.load import Loads, loads
+import numpy as np
+
+from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
+from longctx.cluster.conductor.instance import InstanceSpec
+from longctx.cluster.conductor.overload import Loads, loads
+from longctx.cluster.conductor.request import RoleChange
 from longctx.cluster.conductor.state import ClusterState
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 
 Pool = Literal["prefill", "decode"]
 
 
 class Candidate(NamedTuple):
-    """An instance of one role, as the rule sees it.
+    """Instance of one role, as the rule sees it.
 
     Attributes:
       requests: that it has of its role: prompts to compute, or requests that decode there or will.
@@ -35,10 +40,10 @@ class Candidate(NamedTuple):
 
 
 class RoleRule:
-    """Changes a role when one pool has been overloaded for a while, and the other has had room all the time.
+    """Rule that changes a role when one pool has been overloaded for a while, and the other has had room all the time.
 
     The load of one pool must have been above `high` and that of the other below `low` at each look for `seconds`. The
-    instance with least to lose changes: of the fewest requests, then of the shortest queue. Nothing changes for
+    instance with the fewest requests changes, and of equal ones that with the shortest queue. Nothing changes for
     `cool_down` after a change, while an instance still ends work of its former role, if the giving pool has one
     instance only, or if it would be above `high` with one fewer.
     """
@@ -50,11 +55,11 @@ class RoleRule:
         self._changed = -inf
 
     def change(self, state: ClusterState, now: float) -> RoleChange | None:
-        """Look at the cluster; whoever drives asks every second or so. The change is made by `Conductor.set_role`."""
+        """Return a change, which the driver makes by `Conductor.set_role`; it asks about every second."""
         return self.decide(loads(state, now), candidates(state, now), now)
 
     def decide(self, loads: Loads, instances: Iterable[Candidate], now: float) -> RoleChange | None:
-        """The rule, on plain data."""
+        """Apply the rule to plain data."""
         config = self._config
         short: Pool | None = None
         if loads.prefill > config.high and loads.decode < config.low:
@@ -78,7 +83,7 @@ class RoleRule:
 
 
 def candidates(state: ClusterState, now: float) -> list[Candidate]:
-    """The instances that do one of both, and what they have to do."""
+    """Return the instances of one role, with their work."""
     prefills = Counter(each.assignment.prefill for each in state.prefilling.values())
     open_requests = [*state.prefilling.values(), *state.decoding.values()]
     decodes = Counter(each.assignment.decode for each in open_requests)
@@ -90,3 +95,53 @@ def candidates(state: ClusterState, now: float) -> list[Candidate]:
             seconds = each.queue(now) if is_prefill else each.tbt(each.expected)
             found.append(Candidate(name, each.role, own[name], seconds, not each.is_draining, not other[name]))
     return found
+
+
+class Swap(NamedTuple):
+    """Blocks that an instance should move out of a tier: to its next one, or nowhere.
+
+    Attributes:
+      keys: uint64 `[blocks]`.
+    """
+
+    instance: str
+    keys: np.ndarray
+    tier: Tier
+
+
+class Swapper:
+    """Search for cold blocks on instances whose tiers are nearly full.
+
+    Blocks that other instances have too go first, then the longest unused ones. A block leaves one instance at a time:
+    otherwise its last replica would go with the others.
+    """
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self._config = config
+        self._last: set[int] = set()  # keys of the last swaps, which KV events confirm later
+
+    def swaps(self, specs: Iterable[InstanceSpec], index: PrefixIndex, now: float) -> list[Swap]:
+        """Return the blocks that should be swapped out now."""
+        found, going = [], set[int]()
+        for spec in specs:
+            for tier, room in zip(TIERS, spec.cache_blocks, strict=True):
+                blocks = index.blocks(spec.name, tier)
+                if not room or blocks <= self._config.swap_above * room:
+                    continue
+                count = blocks - int(self._config.swap_below * room)
+                keys = self._coldest(spec.name, tier, index, count, going, now)
+                if keys:
+                    going.update(keys)
+                    found.append(Swap(spec.name, np.array(keys, np.uint64), tier))
+        self._last = going
+        return found
+
+    def _coldest(self, name: str, tier: Tier, index: PrefixIndex, count: int, going: set[int], now: float) -> list[int]:
+        before, away = now - self._config.swap_seconds, going | self._last
+        keys: dict[int, None] = {}  # in order
+        for held_by in (2, 1):
+            limit = count + len(away) if held_by == 2 else count + len(away) + len(keys)
+            for key in index.cold(name, tier, before, limit, held_by).tolist():
+                if len(keys) < count and key not in away:
+                    keys[key] = None
+        return [*keys]
