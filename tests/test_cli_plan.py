@@ -15,7 +15,7 @@ from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.prompt import PromptPredictor, simulate_prompt
-from longctx.simulation.planner.search import Fallen, Goal, Planned, evaluate, layouts, search
+from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate, layouts, search
 
 LLAMA, RDMA = MODELS["llama-3-8b"], Topology.preset("h100-rdma")
 TARGET = ["--gpus", "4", "--context", "128K", "--ttft", "10", "--tpot", "0.05"]
@@ -95,7 +95,7 @@ def test_predictions_are_what_the_core_does(plan: ParallelPlan, chunking: str) -
 )
 def test_a_plan_falls_for_a_reason(model: str, plan: ParallelPlan, goal: Goal, reason: str) -> None:
     found = evaluate(MODELS[model], RDMA, 8, goal, plan, "adaptive", 2048)
-    assert isinstance(found, Fallen)
+    assert isinstance(found, RejectedPlan)
     assert found.reason == reason
     assert found.excess > 1
 
@@ -108,11 +108,11 @@ def test_a_slow_link_is_why_a_plan_falls() -> None:
         for name in ("h100-nvlink", "h100-tcp")
     }
     assert isinstance(found["h100-nvlink"], Planned)
-    assert isinstance(found["h100-tcp"], Fallen)
+    assert isinstance(found["h100-tcp"], RejectedPlan)
     assert found["h100-tcp"].reason == "link"
     no_link = Topology(RDMA.device, {"tensor": RDMA.links["tensor"]})
     found_none = evaluate(LLAMA, no_link, 8, goal, spread, "static:4096", 4096)
-    assert isinstance(found_none, Fallen)
+    assert isinstance(found_none, RejectedPlan)
     assert found_none.reason == "link"
 
 

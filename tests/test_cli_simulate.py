@@ -16,10 +16,9 @@ from longctx.models.config import LlamaConfig
 from longctx.plotting import COLORS
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
-from longctx.simulation.capacity import PRECISION, search
+from longctx.simulation.capacity import PRECISION, parse_targets, search
 from longctx.simulation.reports.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
-from longctx.simulation.targets import parse_targets
 from longctx.simulation.workloads.arrivals import MAX_RATE
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -198,14 +197,14 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
 
 
 def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
-    names = ["medha", "sarathi-2048", "vllm", "striped", "loongserve", "loongserve-reserved"]
+    names = ["medha", "sarathi-2048", "vllm", "striped"]
     sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
     assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
     assert all(0 < float(row["usage.mfu"]) < 1 for row in rows)
-    assert len({row["ttft.p90"] for row in rows}) > 3
+    assert len({row["ttft.p90"] for row in rows}) > 2
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
             f"skipped {num_skipped} of {num_skipped + len(requests)} requests, longer than {options.max_length} tokens"
         )
     if options.plot is not None:
-        plots.plot(record, options.plot)
+        plots.write_drawing(lambda: plots.draw_record(record), options.plot)
     if record.failed:
         return report_error(f"failed: {record.failed} of {len(requests)} requests", FAILED)
     return 0

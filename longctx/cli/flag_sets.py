@@ -219,8 +219,8 @@ class SimulateFlags:
       window: end after X seconds; requests that have not ended are open then.
       plan: sizes as of --stage, --context and others: stage=2,tensor=8.
       instances: engines, each on devices of its own.
-      baseline: a system on as many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm,
-        striped, loongserve or loongserve-reserved.
+      baseline: a system on as many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm or
+        striped.
       cluster: TOML of a cluster, as of longctx serve: its conductor and instances; see docs/simulation_cluster.md.
       capacity: search the highest rate that meets ttft_p90=SECONDS, tpot_p99=SECONDS, e2e_p50=SECONDS, in_time=SHARE.
       sweep: simulate each combination of values of flags: policy=fcfs,ilrs,qps=0.5,1.

@@ -15,11 +15,10 @@ from longctx.cli.terminal import Console
 from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
-from longctx.plotting import can_draw
 from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
 from longctx.simulation.cluster.settings import ClusterSettings
-from longctx.simulation.reports import cluster_report, workload_report
+from longctx.simulation.reports import cluster_report, html_report, plots
 
 _HEEDED = {
     *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
@@ -63,10 +62,10 @@ def run_cluster(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
     if options.plot is not None:
-        cluster_report.plot_cluster(record, *slos, options.plot)
+        plots.write_drawing(lambda: cluster_report.draw_cluster(record, *slos), options.plot)
     if options.out is not None:
-        drawing = cluster_report.write_cluster(record, *slos, options.out) if can_draw() else None
-        workload_report.write_report(contents, record, printed, drawing, options.out)
+        drawing = plots.write_drawings(lambda: cluster_report.draw_cluster(record, *slos), options.out)
+        html_report.write_report(contents, record, printed, drawing, options.out)
         print_where(options.out)
 
 

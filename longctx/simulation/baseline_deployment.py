@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from longctx.simulation.baselines.presets import BASELINES, make_simulation
+from longctx.simulation.baselines import BASELINES, make_simulation
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.reports.stage_trace import StageTrace

@@ -79,7 +79,7 @@ class Deployment:
         return pages
 
     def predictor(self) -> Predictor:
-        """What predicts the batches of an instance, of one stage."""
+        """Return the predictor of batches in one stage of an instance."""
         if self.measured is not None:
             return self.measured
         config = self.config

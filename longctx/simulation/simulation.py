@@ -160,7 +160,7 @@ class _Run:
         instance.add(request, now)
 
     def _on_end(self, instance: Server) -> Callable[[WorkloadRequest, Metrics], None]:
-        """What is to be done when a request has ended on an instance."""
+        """Return the callback for requests that have ended on an instance."""
 
         def on_end(request: WorkloadRequest, metrics: Metrics) -> None:
             start = self._start
