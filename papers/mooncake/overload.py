@@ -69,10 +69,8 @@ def table_2(inputs: Inputs) -> Figure:
     paper = overloaded(inputs, EARLY, settings=PAPER)
     by_instance = overloaded(inputs, EARLY, prefill_load="instance")
     sweep = {each: {rule: overloaded(inputs, rule, *each) for rule in RULES} for each in SWEEP}
-    tight = {rule: swings(inputs, rule, PAPER).outcome for rule in RULES}
-    alike = {
-        rule: serve(MACHINES, crowd(inputs), admission=rule, load_limit=THRESHOLD, settings=PAPER) for rule in RULES
-    }
+    tight = {rule: swings(inputs, rule).outcome for rule in RULES}
+    alike = {rule: serve(MACHINES, crowd(inputs), admission=rule, load_limit=THRESHOLD) for rule in RULES}
     equal = {rule: _rejected(outcome) for rule, outcome in alike.items()}
     than = ", ".join(
         f"{RULES[rule][0]} {abs(more):.1f} points {'more' if more > 0 else 'less'}"
