@@ -1,4 +1,4 @@
-"""What the environment tells XLA on GPUs: flags for command buffers (CUDA graphs) and for hops of rings, memory.
+"""Environment of XLA on GPUs: flags for command buffers (CUDA graphs) and hops of rings, and the share of memory.
 
 A captured kernel costs the host nothing: it launches one graph for all of them. Source: context parallelism paper,
 section 4.3, and Mnemosyne, section 5, which run decodes and mixed batches as CUDA graphs. docs/command_buffers.md has

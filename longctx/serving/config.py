@@ -219,7 +219,7 @@ class EngineConfig:
     def sharded_buckets(self) -> tuple[int, ...]:
         """Numbers of sharded rows that steps are compiled for, of one of several context ranks, ascending.
 
-        They end at the rows that `chunking` lets a step have: a step of so many is full.
+        They end at the rows that `chunking` lets a step have: a step with as many is full.
         """
         most = self._parse_chunking().tokens
         buckets = self.growing_buckets(8)

@@ -25,7 +25,7 @@ class BatchShape(NamedTuple):
     """A batch of `decodes` sequences with `decode_context` tokens each, and a prefill chunk at `chunk_start`.
 
     Decodes and chunk are counted on each context rank: of local ones every rank has as many, or where not `even`, the
-    first rank alone; replicated ones are on all ranks; a sharded chunk has so many rows on each, and takes `exchange`.
+    first rank alone; replicated ones are on all ranks; a sharded chunk has that many rows on each, and takes `exchange`.
     """
 
     decodes: int
@@ -39,12 +39,12 @@ class BatchShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a rank."""
+        """Return the rows of a rank."""
         return self.decodes + self.chunk
 
 
 def kinds_of(engine: Engine) -> list[tuple[str, str, bool, str]]:
-    """Of the batches that a plan has: kinds of decodes and chunks, whether all ranks have local ones, the exchange."""
+    """Return the batches of a plan: kinds of decodes and chunks, whether all ranks have local ones, the exchange."""
     plan = engine.plan
     if plan.context == 1:
         return [(LOCAL, LOCAL, True, "")]

@@ -74,7 +74,7 @@ def test_invalid_profiling_is_refused() -> None:
         engine.submit(Request(PROMPT))
     engine = make_engine()
     engine.submit(Request(PROMPT, GREEDY))
-    with pytest.raises(RuntimeError, match="an engine is measured while it serves nobody: 1 have not ended"):
+    with pytest.raises(RuntimeError, match="an engine is measured while it serves no request: 1 have not ended"):
         profile(engine)
 
 

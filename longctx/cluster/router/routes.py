@@ -141,7 +141,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
 
     @router.get("/load")
     async def load() -> JSONResponse:
-        """How busy the cluster is: its requests, the loads of its pools, and each instance."""
+        """Load of the cluster: its requests, the loads of its pools, and each instance."""
         cluster, members = server.cluster, _member_loads(server)
         return JSONResponse(
             {
@@ -175,7 +175,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> JSONResponse:
-        """What the cluster is. No path, no key."""
+        """Description of the cluster, without paths and keys."""
         config = server.conductor.config
         return JSONResponse(
             {

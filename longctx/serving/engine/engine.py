@@ -249,7 +249,7 @@ class Engine:
         Raises:
           RuntimeError: requests have not ended, or other processes take part.
         """
-        with self._without_requests("lend_executor", "an engine is measured while it serves nobody:"):
+        with self._without_requests("lend_executor", "an engine is measured while it serves no request:"):
             if not self._lockstep.is_alone:
                 raise RuntimeError("an engine is measured in one process alone")
             self.core.pool.clear()

@@ -306,7 +306,7 @@ class ServerMetrics(RenderedMetrics):
         for name, help, count in (
             ("steps", "Steps that were begun.", stats.steps),
             ("stage_idle_steps", "Stages with nothing to do in a step, summed.", stats.idle_stage_steps),
-            ("pages_evicted", "Pages that were found by nobody and given to others.", stats.pages_evicted),
+            ("pages_evicted", "Pages that had no holder and were given to other requests.", stats.pages_evicted),
             ("computed_prompt_tokens", "Tokens of prompts computed, those of preempted again.", stats.prompt_tokens),
             ("model_flops", "Operations that the model needed, estimated.", self._flops),
             ("model_read_bytes", "Bytes that the model needed to read, estimated.", self._bytes),

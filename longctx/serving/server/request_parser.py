@@ -101,7 +101,7 @@ class Prefix(NamedTuple):
     """Beginning of the prompts of requests that name a cache: tokens `[T]`, or messages of a chat.
 
     Attributes:
-      num_bytes: of text and tokens, about: parsing a request with it takes as long as with so many bytes.
+      num_bytes: of text and tokens, about: parsing a request with it takes as long as with this many bytes.
     """
 
     cache_id: str

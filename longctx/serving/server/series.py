@@ -109,7 +109,7 @@ class RenderedMetrics(ABC):
         """Count a request that was refused; call it in one thread, such as the event loop's."""
 
     def render(self, max_age: float = _INTERVAL) -> bytes:
-        """Return Prometheus's text, at most so many seconds old."""
+        """Return Prometheus's text, at most `max_age` seconds old."""
         if time.monotonic() - self._rendered >= max_age and self._rendering.acquire(blocking=False):
             try:
                 self._text, self._rendered = generate_latest(self._registry), time.monotonic()
