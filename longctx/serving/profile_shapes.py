@@ -25,7 +25,7 @@ class BatchShape(NamedTuple):
     """A batch of `decodes` sequences with `decode_context` tokens each, and a prefill chunk at `chunk_start`.
 
     Decodes and chunk are counted on each context rank: of local ones every rank has as many, or where not `even`, the
-    first rank alone; replicated ones are on all ranks; a sharded chunk has that many rows on each, and takes `exchange`.
+    first rank alone; replicated ones are on all ranks; a sharded chunk has that many rows on each and takes `exchange`.
     """
 
     decodes: int

@@ -211,7 +211,7 @@ class Chunker:
     def _targets(
         self, step: StepBudget, head: Sequence, decodes: List[Chunk], in_stages: List[Sequence]
     ) -> list[float]:
-        """Return TPOT targets that bound a step, of decodes on some ranks: with static chunks those of other ranks only."""
+        """Return the TPOT targets that bound a step: with static chunks, those of decodes on other ranks only."""
         waiting = [(chunk.sequence, chunk.ranks) for chunk in decodes] + [(s, s.ranks) for s in in_stages]
         if not self.chunking.adaptive:
             ranks = {*step.ranks(head)}
