@@ -21,10 +21,9 @@ import numpy as np
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import POLICIES, ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.conductor.decision import Assignment
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
 from longctx.cluster.conductor.overload import ADMISSION_RULES
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models import LlamaConfig
 from longctx.serving.parallel_plan import ParallelPlan
@@ -99,7 +98,7 @@ def measure(
             if what == "prefilled" and conductor.prefilled(request_id, when) is None:
                 heapq.heappush(events, (when + 0.03 * length[request_id], next(order), "finished", request_id))
             elif what == "finished":
-                conductor.finished(request_id, when, length[request_id])
+                conductor.finished(request_id, when)
         if now >= reports:
             for view in conductor.instances(now):
                 known = frozenset(conductor.state.instances[view.name].open)

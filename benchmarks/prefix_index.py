@@ -1,4 +1,4 @@
-"""The prefix index with ten million blocks: memory, match, update, and rebuilding it from instances' replays.
+"""The prefix index with a million blocks: memory, match, update, and rebuilding it from instances' replays.
 
 `python -m benchmarks.prefix_index [--blocks N] [--instances N] [--replay-blocks N] [--json FILE]`. Of the index it is
 CPU time, of the replay wall time, with all publishers in one other process.
@@ -17,11 +17,9 @@ import msgspec
 import numpy as np
 
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.listeners import IndexUpdater
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.serving.server.kv_events import KIND, BlockStored, EventBatch
 from longctx.serving.server.kv_publisher import KvPublisher
-from longctx.serving.server.kv_snapshot import KvSnapshot
 
 TOKENS = 1_000_000  # of a request
 STEP = 512  # blocks that an event tells of
@@ -30,9 +28,9 @@ SMALLEST = 16  # tokens of a block
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--blocks", type=int, default=10_000_000)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--instances", type=int, default=64)
-    parser.add_argument("--replay-blocks", type=int, default=2_000_000)
+    parser.add_argument("--replay-blocks", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {**measure_index(options.blocks, options.instances), **measure_replay(options.replay_blocks, 8)}
@@ -121,14 +119,14 @@ def _scattered(index: PrefixIndex, rng: np.random.Generator, prompts: list[np.nd
 
 
 def measure_replay(num_blocks: int, instances: int) -> dict[str, float]:
-    """A new index over instances that have published twice as many messages as they keep."""
+    """A new index over instances that have published as many messages as they keep."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_publish, args=(theirs, num_blocks, instances), daemon=True)
     process.start()
     endpoints, expected = ours.recv()
     index = PrefixIndex()
-    reader = KvEventReader(IndexUpdater(index))
+    reader = KvEventReader(index)
     try:
         start, used = time.perf_counter(), time.process_time()
         for number, (endpoint, replay) in enumerate(endpoints):
@@ -145,10 +143,8 @@ def measure_replay(num_blocks: int, instances: int) -> dict[str, float]:
 def _publish(pipe: Connection, num_blocks: int, instances: int) -> None:
     """Publish blocks of 64 tokens, and stay until told to end."""
     rng = np.random.default_rng(1)
-    publishers = [
-        KvPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", snapshot=KvSnapshot()) for _ in range(instances)
-    ]
-    step = max(1, num_blocks // instances // 20_000)
+    publishers = [KvPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*") for _ in range(instances)]
+    step = max(1, num_blocks // instances // 10_000 + 1)
     for publisher in publishers:
         parent = None
         for _ in range(num_blocks // instances // step):

@@ -33,7 +33,7 @@ EXTRAS: Mapping[str, Extra] = {
     "cuda12": Extra("GPUs with a driver of CUDA 12", {"jax_cuda12_plugin": "jax-cuda12-plugin"}),
     "cuda13": Extra("GPUs with a driver of CUDA 13", {"jax_cuda13_plugin": "jax-cuda13-plugin"}),
     "serve": Extra(
-        "an HTTP server: longctx serve, longctx kv-index",
+        "an HTTP server: longctx serve",
         {
             "fastapi": "fastapi",
             "httpx": "httpx",

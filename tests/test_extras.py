@@ -44,7 +44,6 @@ ROOMS_OF_EXTRAS = (
     "longctx.cluster.join",
     "longctx.cluster.prefill",
     "longctx.cluster.prefix_index.connection",
-    "longctx.cluster.prefix_index.indexer",
     "longctx.cluster.prefix_index.reader",
     "longctx.cluster.router",
     "longctx.cluster.transfer",
@@ -78,7 +77,7 @@ def test_commands_name_the_extra_that_they_lack(tmp_path: Path, secret: str) -> 
     (tmp_path / "cluster.toml").write_text('[[instances]]\nrole = "both"\n')
     workload = ["--requests", "1", "--prompt-tokens", "8", "--output-tokens", "1", "--plot", "drawing.svg"]
     cases: dict[str, list[list[str]]] = {
-        "serve": [["serve"], ["kv-index"], ["serve", "--cluster", str(tmp_path / "cluster.toml")]],
+        "serve": [["serve"], ["serve", "--cluster", str(tmp_path / "cluster.toml")]],
         "cluster": [["serve", "--cluster", str(tmp_path / "cluster.toml"), "--launcher", "ray", "--port", "0"]],
         "otlp": [["serve", "--otlp", "http://127.0.0.1:4318/v1/traces"]],
         "mooncake": [["serve", "--role", "both", "--kv-messenger", "mooncake-tcp", "--kv-secret-file", secret]],

@@ -93,7 +93,6 @@ PURE = [
     "longctx.cluster.conductor.costs",
     "longctx.cluster.prefix_index.index",
     "longctx.cluster.prefix_index.reader",
-    "longctx.cluster.prefix_index.indexer.app",
 ]
 
 

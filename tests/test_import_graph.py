@@ -31,7 +31,7 @@ LAYERS = [
     ["cluster.server_url", "cluster.transfer"],
     ["cluster.prefix_index"],
     ["cluster.conductor"],
-    ["cluster.audit_process", "cluster.config", "cluster.join"],
+    ["cluster.config", "cluster.join"],
     ["cluster.launcher"],
     ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],

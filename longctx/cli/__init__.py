@@ -13,7 +13,7 @@ from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_
 from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
 COMMANDS = (
-    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "kv-index", "plan", "profile", "quantize"),
+    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "plan", "profile", "quantize"),
     *("replay", "serve", "simulate"),
 )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longctx.cli.arguments.serve import add_arguments
 from longctx.cli.config_file import flag_arguments
-from longctx.cluster.launcher.launched import MakeCommand
+from longctx.cluster.launcher.launcher import MakeCommand
 from longctx.serving.kv_cache.secret import make_secret
 
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
-import functools
 import secrets
 import sys
 import tempfile
@@ -27,12 +25,8 @@ from longctx.cli.naming import naming_flags
 from longctx.cli.serve_flags import address_text, chat_template_text, model_names, serve_config, server_settings
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
-from longctx.cluster.audit_process import AuditProcess
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
-from longctx.cluster.launcher.launched import Address, Launched, Launcher
-from longctx.cluster.launcher.processes import ProcessLauncher
-from longctx.cluster.launcher.static import StaticLauncher
+from longctx.cluster.launcher.launcher import Address, Launched, Launcher, ProcessLauncher, StaticLauncher
 from longctx.cluster.router.app import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
@@ -43,14 +37,12 @@ from longctx.serving.request.request import Request
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
-from longctx.simulation.cluster.forward import ServedForward
 
 _ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
 _ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command", "log_prompts"}
-_ROUTER |= {"kv_events", "kv_events_replay"}  # of one stream out of all instances'
-_OBSERVERS = ("kv_events", "kv_events_replay", "metrics_prefix")
+_OBSERVERS = ("metrics_prefix",)
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
@@ -72,9 +64,6 @@ def serve_cluster(options: argparse.Namespace) -> int:
         server = make_server([Member(each.url, each.name, each.role) for each in addresses])
         if log is not None:
             server.cluster.on_end.append(log)
-        if server.audit is not None:
-            config = dataclasses.replace(serve_config(engine), hash_key=None)
-            stack.callback(AuditProcess(server.audit, functools.partial(ServedForward, server.model, config)).close)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
@@ -211,16 +200,13 @@ def _server_maker(
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
         metrics_prefix=options.metrics_prefix,
-        kv_events=options.kv_events,
-        kv_events_replay=options.kv_events_replay,
     )
-    audit = None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit))
     config, names = serve_config(engine), model_names(engine)
     first = model.config, tokenizer, config, names, file.conductor
 
     def make(members: list[Member]) -> RouterServer:
         with naming_flags(_OBSERVERS):
-            return RouterServer(*first, members, settings, router, chat_template, audit)
+            return RouterServer(*first, members, settings, router, chat_template)
 
     return make
 

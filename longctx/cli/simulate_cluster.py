@@ -14,7 +14,6 @@ from longctx.cli.naming import prefixing
 from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
 from longctx.cli.workload_flags import check_folder, check_outputs, print_where
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.plotting import can_draw
@@ -54,7 +53,6 @@ def run_cluster(options: argparse.Namespace) -> None:
             options.seed,
             until,
             progress=lambda record: bar.update(len(record.served) + len(record.rejected) - bar.n),
-            audit=None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit)),
         )
     summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
     printed = cluster_report.cluster_table(summary)

@@ -22,7 +22,7 @@ STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
 _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig) if each.name != "roles")
-_TABLES = ("cluster", "engine", "roles", "audit", "ray", "simulation")
+_TABLES = ("cluster", "engine", "roles", "ray", "simulation")
 _NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
 _SIMULATED = ("model", "topology", "plan", "overlap", "first_token", "kv_dtype")  # texts of [simulation]
 _COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
@@ -67,20 +67,6 @@ class RayOptions:
 
 
 @dataclass(frozen=True)
-class AuditOptions:
-    """Which decisions are run forward in the simulator, to see whether they were right.
-
-    Attributes:
-      rejections, admissions: shares of these, 0 to 1.
-      seed: of which.
-    """
-
-    rejections: float = 0.02
-    admissions: float = 0.02
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class ClusterFile:
     """A cluster.
 
@@ -91,7 +77,6 @@ class ClusterFile:
       report_seconds: between two looks at each instance.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       engine: flags of `longctx serve`, by their names, for every instance.
-      audit: see `AuditOptions`; None: none is.
       ray: see `RayOptions`.
       simulation: what `longctx simulate --cluster` is told of models, devices and links.
     """
@@ -103,7 +88,6 @@ class ClusterFile:
     bandwidth: float = 1e9
     latency: float = 0.0
     engine: Mapping[str, Any] = field(default_factory=dict)
-    audit: AuditOptions | None = None
     ray: RayOptions = field(default_factory=RayOptions)
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,7 +146,6 @@ def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None)
         conductor=conductor,
         launcher=launcher,
         engine=MappingProxyType(dict(engine)),
-        audit=_read_audit(contents),
         ray=_read_ray(contents.get("ray", {})),
         simulation=_read_simulation(contents.get("simulation", {})),
         **numbers,
@@ -260,17 +243,6 @@ def _read_roles(contents: Mapping[str, Any]) -> RoleConfig | None:
         return RoleConfig(**found)
     except (TypeError, ValueError) as error:
         raise ValueError(f"[roles] {error}") from None
-
-
-def _read_audit(contents: Mapping[str, Any]) -> AuditOptions | None:
-    if "audit" not in contents:
-        return None
-    place, found = "[audit] ", contents["audit"]
-    _check_keys(place, found, [each.name for each in fields(AuditOptions)])
-    shares = {
-        name: _number(place, name, found[name], 0.0, 1.0) for name in ("rejections", "admissions") if name in found
-    }
-    return AuditOptions(**shares, seed=_whole(place, "seed", found.get("seed", 0), 0, 2**63))
 
 
 def _read_ray(found: Mapping[str, Any]) -> RayOptions:

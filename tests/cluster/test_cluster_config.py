@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longctx.cluster.conductor.config import RoleConfig
-from longctx.cluster.config import LAUNCHERS, AuditOptions, InstanceEntry, read_cluster
+from longctx.cluster.config import LAUNCHERS, InstanceEntry, read_cluster
 
 WHOLE = """
 [cluster]
@@ -22,8 +22,6 @@ model = "longctx-tiny"
 page_size = 16
 [roles]
 high = 0.8
-[audit]
-rejections = 0.1
 [ray]
 gpus = 8
 strategy = "PACK"
@@ -62,7 +60,6 @@ def test_all_that_a_file_may_say(tmp_path: Path) -> None:
     assert found.instances[0].flags == {"tensor": 2}
     assert (found.conductor.policy, found.conductor.ttft, found.conductor.balancing_threshold) == ("cache_aware", 20, 2)
     assert found.conductor.roles == RoleConfig(high=0.8)
-    assert found.audit == AuditOptions(rejections=0.1)
     assert (found.launcher, found.report_seconds, found.bandwidth) == ("ray", 0.5, 25e9)
     assert (found.ray.gpus, found.ray.cpus, found.ray.strategy) == (8, 1, "PACK")
     assert found.engine == {"model": "longctx-tiny", "page_size": 16}
@@ -74,7 +71,7 @@ def test_the_least_that_it_must_say(tmp_path: Path) -> None:
     found = read_cluster(written(tmp_path, LEAST))
     assert found.instances == (InstanceEntry("both-0", "both"),)
     assert found.launcher == LAUNCHERS[0] == "processes"
-    assert (found.conductor.roles, found.audit) == (None, None)
+    assert found.conductor.roles is None
     assert read_cluster(written(tmp_path, '[cluster]\nlauncher = "static"\n')).instances == ()
 
 
@@ -126,8 +123,6 @@ def test_the_least_that_it_must_say(tmp_path: Path) -> None:
         (LEAST + "[roles]\nhigher = 1", r"\[roles\] unknown key 'higher': did you mean 'high'"),
         (LEAST + "[roles]\nhigh = -1", r"\[roles\] high must be"),
         ("[cluster]\nroles = {}\n" + LEAST, r"\[cluster\] unknown key 'roles'"),
-        (LEAST + "[audit]\nrejections = 2", r"\[audit\] rejections must be"),
-        (LEAST + "[audit]\nseed = 0.5", r"\[audit\] seed must be"),
         (LEAST + "[ray]\ngpu = 1", r"\[ray\] unknown key 'gpu'"),
         (LEAST + "[ray]\ngpus = -1", r"\[ray\] gpus must be"),
         (LEAST + '[ray]\nstrategy = "ANY"', r"\[ray\] strategy must be one of"),

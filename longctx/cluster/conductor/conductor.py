@@ -3,16 +3,11 @@
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
-from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
-from longctx.cluster.conductor.load import Loads, loads
-from longctx.cluster.conductor.membership import check_joins, check_report, check_role
-from longctx.cluster.conductor.overload import Admission, Verdict
-from longctx.cluster.conductor.pending_blocks import PendingBlocks
+from longctx.cluster.conductor.instance import InstanceSpec, Report, Role, check_joins, check_report, check_role
+from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
     Policy,
@@ -21,29 +16,13 @@ from longctx.cluster.conductor.policy import (
     inline_choice,
     select_decode,
 )
-from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.conductor.roles import RoleRule
-from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
-from longctx.cluster.conductor.swap import Swap, Swapper
-from longctx.cluster.conductor.view import InstanceView, view
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection, RoleChange
+from longctx.cluster.conductor.state import ClusterState, InstanceState, InstanceView, OpenRequest
+from longctx.cluster.conductor.upkeep import RoleRule, Swap, Swapper
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.validation import check_integer, check_real
 
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """What is told of every decision, as the shadow audit is."""
-
-    def decided(
-        self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
-    ) -> None:
-        """A request is assigned or rejected; `placed`: where the policy has it, if anywhere. Nothing is changed yet."""
-        ...
-
-    def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
-        """A request that was assigned has had all its tokens, in one place; measured seconds."""
-        ...
 
 
 class Conductor:
@@ -54,7 +33,6 @@ class Conductor:
     Args:
       config: how it decides.
       index: which instance has which blocks; whoever drives the conductor feeds it.
-      observer: is told of every decision; None: nobody.
 
     Source:
       Mooncake, sections 3, 5 and 6.
@@ -82,11 +60,11 @@ class Conductor:
       ('p1', 'd0', 10240)
     """
 
-    def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
+    def __init__(self, config: ConductorConfig, index: PrefixIndex) -> None:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
-        self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._admission = Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
@@ -102,7 +80,7 @@ class Conductor:
           TypeError, ValueError: the spec is out of range, an instance of its name is there, or it is of another
             fingerprint or block size than those that are.
         """
-        check_joins(spec, self.state.instances.values())
+        check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
@@ -217,8 +195,6 @@ class Conductor:
             tokens, rest = request.prompt_tokens + generated, max(1, request.max_tokens - generated)
             request = replace(request, prompt_tokens=tokens, max_tokens=rest)
         decision, placed = self._decide(request, now, exclude, generated, check_real("waited", waited, 0))
-        if self._observer is not None:
-            self._observer.decided(decision, request, now, self.state, placed)
         if placed is not None and placed.assignment is decision:
             self._begin(placed, now)
         return decision
@@ -237,7 +213,7 @@ class Conductor:
         open_request = self.state.prefilling.get(request_id)
         if open_request is None:
             return None
-        verdict = None if open_request.generated else self._admission.before_decode(self.state, open_request, now)
+        verdict = None if open_request.generated else self._admission.check("decode", self.state, open_request, now)
         if has_memory:
             verdict = None if verdict is None or verdict.bound == "memory" else verdict
         elif verdict is None and not open_request.is_held:
@@ -249,8 +225,6 @@ class Conductor:
             self.first_token(request_id, now)
             return None
         rejection = self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
-        if self._observer is not None:
-            self._observer.decided(rejection, open_request.request, now, self.state, open_request)
         self._end(open_request, now, was_computed=True)
         return rejection
 
@@ -270,13 +244,12 @@ class Conductor:
             open_request.decode_since = now
             self.state.decoding[request_id] = open_request
 
-    def finished(self, request_id: str, now: float, output_tokens: int) -> None:
+    def finished(self, request_id: str, now: float) -> None:
         """A request has had its last token. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
           now: seconds of the driver's clock.
-          output_tokens: how many it had.
         """
         open_request = self.state.find(request_id)
         if open_request is None:
@@ -286,9 +259,6 @@ class Conductor:
         if begun is None or open_request.generated:
             return
         self._admission.learn(now - begun)
-        if self._observer is not None:
-            tbt = (now - begun) / max(1, output_tokens - 1)
-            self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
         """A request was given up. Nothing happens if it is not open.
@@ -305,7 +275,7 @@ class Conductor:
 
     def instances(self, now: float) -> list[InstanceView]:
         """All instances, for metrics and pages."""
-        return [view(each, now) for each in self.state.instances.values()]
+        return [each.view(now) for each in self.state.instances.values()]
 
     def swaps(self, now: float) -> list[Swap]:
         """The cold blocks that instances should swap out; ask every second or so, and pass them on."""
@@ -362,7 +332,7 @@ class Conductor:
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
         )  # fmt: skip
         placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
-        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
+        verdict = None if generated else self._admission.check("prefill", self.state, placed, now)
         if verdict is not None:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
@@ -376,7 +346,7 @@ class Conductor:
         keys = request.keys[:usable]
         held = {name: match.blocks for name, match in self.index.match(keys).items()}
         matches = dict(held)
-        for name, blocks in self._pending.match(keys).items():
+        for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):
                 matches[name] = blocks
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
@@ -412,14 +382,14 @@ class Conductor:
             instances[placed.transfer.source].sends[request.request_id] = ready
         instances[placed.prefill].begin_prefill(open_request, now, ready)
         instances[placed.decode].begin_decode(open_request)
-        self._pending.add(placed.prefill, request.keys)
+        self.state.pending.add(placed.prefill, request.keys)
         self.index.touch(request.keys, now)
         self.state.prefilling[request.request_id] = open_request
 
     def _end_prefill(self, open_request: OpenRequest, now: float, was_computed: bool) -> None:
         placed, request = open_request.assignment, open_request.request
         self.state.instances[placed.prefill].end_prefill(request.request_id, now, was_computed)
-        self._pending.remove(placed.prefill, request.keys)
+        self.state.pending.remove(placed.prefill, request.keys)
         if placed.transfer is not None and placed.transfer.source in self.state.instances:
             self.state.instances[placed.transfer.source].sends.pop(request.request_id, None)
         del self.state.prefilling[request.request_id]

@@ -48,10 +48,6 @@ class PredictorCosts:
         if not check_real("token_bytes", self.token_bytes, 0) > 0:
             raise ValueError(f"token_bytes must be more than 0, got {self.token_bytes}")
 
-    def __reduce__(self) -> tuple[type["PredictorCosts"], tuple[object, ...]]:
-        """Go to another process without what is remembered, which is much."""
-        return PredictorCosts, (self.predictor, self.chunk, self.token_bytes, self.plan, self.prompt_seconds)
-
     @classmethod
     def of_model(
         cls,

@@ -1,35 +1,37 @@
-"""What the conductor knows of an instance: what it is, what it costs, and what it says of itself."""
+"""An instance as the conductor sees it: its description, its costs, its reports, and the checks of these."""
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from longctx.cluster.prefix_index.tiers import TIERS as TIERS
-from longctx.cluster.prefix_index.tiers import Tier as Tier
+from longctx.cluster.prefix_index.index import TIERS
+from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
 Role = Literal["prefill", "decode", "both"]
-"""What an instance does: prompts, answers, or both (a coupled one: whatever it prefills it decodes too)."""
+"""The stages that an instance computes: prompts, answers, or both (a coupled one decodes what it prefills)."""
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 @runtime_checkable
 class Costs(Protocol):
-    """What work costs on an instance, by the one cost model (`longctx.serving.predictor`)."""
+    """Seconds and bytes of work on an instance, by the one cost model (`longctx.serving.predictor`)."""
 
     def prefill_seconds(self, cached: int, prompt: int) -> float:
-        """Seconds of prefilling a prompt of which so many leading tokens are cached, alone."""
+        """Return the seconds of prefilling a prompt alone, of which `cached` leading tokens are cached."""
         ...
 
     def decode_seconds(self, batch: int, tokens: int) -> float:
-        """Seconds of a step of `batch` decodes whose contexts have so many tokens in all: their TBT."""
+        """Return the seconds of a step of `batch` decodes whose contexts have `tokens` tokens in all: their TBT."""
         ...
 
     def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
-        """Seconds of a step of such decodes and of the rest of a prompt, all of it; inf: a step has no room for it."""
+        """Return the seconds of a step of decodes and of the whole rest of a prompt; inf: it has no room for it."""
         ...
 
     def transfer_bytes(self, tokens: int) -> float:
-        """Bytes of keys and values of so many tokens."""
+        """Return the bytes of keys and values of a number of tokens."""
         ...
 
 
@@ -64,7 +66,7 @@ class InstanceSpec:
 
 
 class Report(NamedTuple):
-    """What an instance says of itself: it corrects the conductor's estimates.
+    """State of an instance as it reports it, which corrects the conductor's estimates.
 
     Attributes:
       queue_seconds: predicted seconds of all prompts that it has and has not computed.
@@ -77,3 +79,57 @@ class Report(NamedTuple):
     decoding: int
     decode_tokens: int
     known: frozenset[str] = frozenset()
+
+
+def check_joins(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> None:
+    """Check an instance that joins a cluster.
+
+    Raises:
+      TypeError, ValueError: a field or a cost is out of range, or it does not go together with another instance, which
+        the message names.
+    """
+    if not check_text("name", spec.name):
+        raise ValueError("name must not be empty")
+    check_role(spec.role)
+    check_integer("block_size", spec.block_size, 1, MAX_INT32)
+    check_integer("decode_tokens", spec.decode_tokens, 0, sys.maxsize)
+    check_integer("max_running", spec.max_running, 1, sys.maxsize)
+    if not check_real("bandwidth", spec.bandwidth, 0) > 0:
+        raise ValueError(f"bandwidth must be more than 0, got {shown(spec.bandwidth)}")
+    check_real("latency", spec.latency, 0)
+    if len(spec.cache_blocks) != len(TIERS):
+        raise ValueError(f"cache_blocks must be of {', '.join(TIERS)}, got {shown(spec.cache_blocks)}")
+    for tier, blocks in zip(TIERS, spec.cache_blocks, strict=True):
+        check_integer(f"cache_blocks of {tier}", blocks, 0)
+    costs, block = spec.costs, spec.block_size
+    for tokens in (block, 100 * block):
+        check_real(f"prefill_seconds of {tokens} tokens", costs.prefill_seconds(0, tokens), 0)
+        check_real(f"prefill_seconds of a token after {tokens}", costs.prefill_seconds(tokens, tokens + 1), 0)
+        check_real(f"transfer_bytes of {tokens} tokens", costs.transfer_bytes(tokens), 0)
+        for batch in (1, spec.max_running):
+            check_real(f"decode_seconds of {batch} with {tokens} tokens", costs.decode_seconds(batch, tokens), 0)
+    for other in others:
+        if other.name == spec.name:
+            raise ValueError(f"name must be of no other instance, got {spec.name!r}")
+        for what in ("block_size", "kv_dtype", "fingerprint"):
+            here, there = getattr(spec, what), getattr(other, what)
+            if here != there:
+                raise ValueError(
+                    f"instances of a cluster must have one {what}, got {there!r} of {other.name!r} and {here!r} of "
+                    f"{spec.name!r}"
+                )
+
+
+def check_role(role: Role) -> None:
+    """Raise ValueError unless there is such a role."""
+    if role not in ROLES:
+        raise ValueError(f"role must be one of {', '.join(ROLES)}, got {shown(role)}")
+
+
+def check_report(report: Report) -> None:
+    """Raise TypeError or ValueError if a figure is of another type, not finite, negative, or beyond 64 bits."""
+    check_real("queue_seconds", report.queue_seconds, 0)
+    check_integer("decoding", report.decoding, 0, sys.maxsize)  # no float holds any integer
+    check_integer("decode_tokens", report.decode_tokens, 0, sys.maxsize)
+    if not isinstance(report.known, frozenset | set):
+        raise TypeError(f"known must be a set of ids, got {shown(report.known)}")

@@ -11,8 +11,7 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
-from longctx.cluster.conductor.decision import Transfer
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import ClusterRequest, Transfer
 from longctx.cluster.conductor.state import InstanceState
 
 
@@ -189,7 +188,7 @@ def select_decode(
     chosen = prefill
     for state in [prefill] if prefill.role == "both" else rooms:
         batch, tokens, kept = state.expected
-        tbt = state.spec.costs.decode_seconds(batch + 1, tokens + context)
+        tbt = state.spec.costs.decode_seconds(int(batch) + 1, int(tokens) + context)
         rank = (kept + reserved > state.spec.decode_tokens or batch >= state.spec.max_running, tbt)
         if best is None or rank < best:
             best, chosen = rank, state
@@ -208,7 +207,7 @@ def inline_choice(
         return None
     batch, tokens, _ = decode.decoding
     cached = matches.get(decode.name, 0) * context.block_size
-    seconds = decode.spec.costs.inline_seconds(batch, tokens, cached, request.prompt_tokens)
+    seconds = decode.spec.costs.inline_seconds(int(batch), int(tokens), cached, request.prompt_tokens)
     tpot = min(request.tpot or context.tpot, context.tpot)
     return Choice(decode.name, cached, None, 0.0, 0.0, seconds) if seconds <= tpot else None
 

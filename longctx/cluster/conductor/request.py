@@ -1,11 +1,16 @@
-"""`ClusterRequest`: what the conductor knows of a request."""
+"""A request as the conductor sees it, and the decisions on it."""
 
 import sys
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from longctx.cluster.conductor.instance import Role
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
+
+Bound = Literal["ttft", "tbt", "memory", "prefill_load", "decode_load", "no_instance"]
+"""The limit that forbids a request: its TTFT or TBT, memory for its KV cache, a pool's load, or no instance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,3 +51,71 @@ class ClusterRequest:
             value = getattr(self, name)
             if value is not None and not check_real(name, value, 0) > 0:
                 raise ValueError(f"{name} must be seconds, more than 0, got {value}")
+
+
+class Transfer(NamedTuple):
+    """Blocks that go from one instance to another before a prompt is computed (Mooncake, 5.2).
+
+    Attributes:
+      source: the name of the instance that has them.
+      first, stop: tokens of the prompt, both multiples of the block size.
+    """
+
+    source: str
+    first: int
+    stop: int
+
+
+class Assignment(NamedTuple):
+    """The instances that serve a request.
+
+    Attributes:
+      prefill, decode: names of instances; the same if one does both.
+      cached: tokens of the prompt that the prefill instance has or gets by the transfer.
+      transfer: None: it gets none.
+      ttft, tbt: predicted seconds.
+      queue, transfer_seconds, prefill_seconds: the parts of `ttft`, in seconds.
+    """
+
+    request_id: str
+    prefill: str
+    decode: str
+    cached: int
+    transfer: Transfer | None
+    ttft: float
+    tbt: float
+    queue: float
+    transfer_seconds: float
+    prefill_seconds: float
+
+
+class Rejection(NamedTuple):
+    """A request that is not served now: 429.
+
+    Attributes:
+      bound: the limit that forbids it.
+      stage: before which it was rejected; `"decode"`: its prefill was computed and is not used.
+      ttft, tbt: predicted seconds, had it been accepted; inf: no instance could serve it.
+      load: of the pool that binds: predicted time over its SLO.
+      retry_after: seconds after which it may be accepted, by prediction.
+      is_deferred: the driver should keep it and ask again after `retry_after`, rather than tell its client.
+    """
+
+    request_id: str
+    bound: Bound
+    stage: Literal["prefill", "decode"]
+    ttft: float
+    tbt: float
+    load: float
+    retry_after: float
+    is_deferred: bool = False
+
+
+Decision = Assignment | Rejection
+
+
+class RoleChange(NamedTuple):
+    """An instance that should change its role; work of its former role goes on until it has ended."""
+
+    instance: str
+    role: Role

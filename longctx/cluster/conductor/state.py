@@ -1,13 +1,46 @@
-"""What the conductor knows at a moment: of instances, of open requests, and its estimates of both."""
+"""State of a cluster at a moment: instances, open requests, and the estimates of both."""
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest
+
+
+class Decodes(NamedTuple):
+    """Requests that decode together; a prediction may share out a request, a fraction to each instance.
+
+    Attributes:
+      batch: number of requests.
+      tokens: of their contexts, in all: what a step reads.
+      reserved: tokens of KV cache that are kept for them, with what they will generate.
+    """
+
+    batch: float
+    tokens: float
+    reserved: float
+
+    def plus(self, other: "Decodes") -> "Decodes":
+        """Add other requests."""
+        return Decodes(self.batch + other.batch, self.tokens + other.tokens, self.reserved + other.reserved)
+
+    def minus(self, other: "Decodes") -> "Decodes":
+        """Take other requests off; nothing falls below 0, as reports may lack tokens that were generated since."""
+        batch, tokens, reserved = self.batch - other.batch, self.tokens - other.tokens, self.reserved - other.reserved
+        return Decodes(max(0, batch), max(0, tokens), max(0, reserved))
+
+    def times(self, factor: float) -> "Decodes":
+        """Multiply by a factor."""
+        return Decodes(self.batch * factor, self.tokens * factor, self.reserved * factor)
+
+
+NO_DECODES = Decodes(0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,32 +67,38 @@ class OpenRequest:
 
     @property
     def prefill_end(self) -> float:
-        """When its prompt will have been computed, by the prediction at its assignment."""
+        """Time at which its prompt will have been computed, by the prediction at its assignment."""
         return self.assigned_at + self.assignment.ttft
 
+    @property
+    def decodes(self) -> Decodes:
+        """Its share of the decodes where it decodes."""
+        return Decodes(1, self.context, self.reserved)
 
-class Decodes(NamedTuple):
-    """Requests that decode together.
+
+class InstanceView(NamedTuple):
+    """An instance as metrics and pages show it.
 
     Attributes:
-      tokens: of their contexts, in all.
-      reserved: tokens of KV cache that are kept for them, in all.
+      queue_seconds: predicted, of its prompts.
+      decoding, decode_tokens: requests that decode, and tokens of their contexts.
+      reserved_tokens, capacity_tokens: of KV cache where it decodes: kept for requests, and in all.
+      tbt: predicted seconds between tokens now.
+      sending_seconds: until all has left that it sends.
+      open_requests: that it has a part in.
     """
 
-    batch: int
-    tokens: int
-    reserved: int
-
-    def plus(self, open_request: OpenRequest, count: int = 1) -> "Decodes":
-        """With one more, or with one fewer if `count` is -1."""
-        return self.and_others(count, count * open_request.context, count * open_request.reserved)
-
-    def and_others(self, batch: int, tokens: int, reserved: int) -> "Decodes":
-        """With so many more, or fewer; never below 0."""
-        return Decodes(max(0, self.batch + batch), max(0, self.tokens + tokens), max(0, self.reserved + reserved))
-
-
-NO_DECODES = Decodes(0, 0, 0)
+    name: str
+    role: Role
+    is_draining: bool
+    queue_seconds: float
+    decoding: int
+    decode_tokens: int
+    reserved_tokens: int
+    capacity_tokens: int
+    tbt: float
+    sending_seconds: float
+    open_requests: int
 
 
 @dataclass(eq=False, slots=True)
@@ -76,11 +115,10 @@ class InstanceState:
       decodes: requests that decode here or will: in prefill, decoding and not reported, or reported.
       sends: transfers from here to other instances, by request: when each ends, by prediction.
       assigned: prompts that it got in all.
-      reported_at: when it said something last.
-      decoding: what decodes here now: reported, and of this conductor.
+      decoding: requests that decode here now: reported, and of this conductor.
       coming: requests of this conductor that will decode here once their prompts are computed.
       held: of these, the ones for which memory is kept already.
-      others: of `decoding`, what the last report counts and is not of this conductor.
+      others: of `decoding`, those that the last report counts and that are not of this conductor.
     """
 
     spec: InstanceSpec
@@ -92,7 +130,6 @@ class InstanceState:
     decodes: dict[str, Literal["prefill", "own", "reported"]] = field(default_factory=dict)
     sends: dict[str, float] = field(default_factory=dict)
     assigned: int = 0
-    reported_at: float | None = None
     has_others: bool = False
     decoding: Decodes = NO_DECODES
     coming: Decodes = NO_DECODES
@@ -115,11 +152,11 @@ class InstanceState:
 
     @property
     def open(self) -> set[str]:
-        """Ids of the requests that it has a part in still."""
+        """Ids of the requests that it still has a part in."""
         return {*self.queued, *self.reported_prefills, *self.decodes}
 
     def queue(self, now: float) -> float:
-        """Predicted seconds until a prompt that comes now begins: those of all prompts before it."""
+        """Predict the seconds until a prompt that comes now begins: those of all prompts before it."""
         total = self._reported_until - now if self._reported_until > now else 0.0
         if self.queued:
             elapsed = now - max(self._head_since, self._reported_until)
@@ -130,23 +167,29 @@ class InstanceState:
     @property
     def expected(self) -> Decodes:
         """Requests that decode here, and those that will once their prompts are computed."""
-        return self.decoding.and_others(*self.coming)
+        return self.decoding.plus(self.coming)
 
     def tbt(self, decodes: Decodes) -> float:
-        """Predicted seconds between the tokens of such a batch; 0 if it is empty."""
-        return self.spec.costs.decode_seconds(decodes.batch, decodes.tokens) if decodes.batch else 0.0
+        """Predict the seconds between the tokens of a batch; 0 if it is empty."""
+        return self.spec.costs.decode_seconds(int(decodes.batch), int(decodes.tokens)) if decodes.batch else 0.0
 
     def has_room(self, tokens: int) -> bool:
-        """Whether one more request with so many tokens of KV cache may decode here now."""
+        """Return whether one more request with a number of tokens of KV cache may decode here now."""
         batch = len(self.decodes) - self.coming.batch + self.others.batch + self.held.batch
         kept = self.decoding.reserved + self.held.reserved
         return kept + tokens <= self.spec.decode_tokens and batch < self.spec.max_running
 
     def sending(self, now: float) -> float:
-        """Predicted seconds until all that it sends has left: its congestion."""
+        """Predict the seconds until all that it sends has left: its congestion."""
         return max(0.0, max(self.sends.values()) - now) if self.sends else 0.0
 
-    # What happens to requests.
+    def view(self, now: float) -> InstanceView:
+        """Return what metrics and pages show."""
+        batch, tokens, reserved = map(int, self.decoding)
+        return InstanceView(
+            self.name, self.role, self.is_draining, self.queue(now), batch, tokens, reserved,
+            self.spec.decode_tokens, self.tbt(self.decoding), self.sending(now), len(self.open),
+        )  # fmt: skip
 
     def begin_prefill(self, open_request: OpenRequest, now: float, ready: float) -> None:
         """Queue a prompt, whose fetched blocks are there at `ready`."""
@@ -174,34 +217,34 @@ class InstanceState:
     def begin_decode(self, open_request: OpenRequest) -> None:
         """Expect a request, which decodes here once its prompt is computed."""
         self.decodes[open_request.request.request_id] = "prefill"
-        self.coming = self.coming.plus(open_request)
+        self.coming = self.coming.plus(open_request.decodes)
         if open_request.is_held:
-            self.held = self.held.plus(open_request)
+            self.held = self.held.plus(open_request.decodes)
 
     def join_batch(self, open_request: OpenRequest) -> None:
-        """Its prompt is computed: it decodes."""
+        """Begin to decode a request, whose prompt is computed."""
         self._forget_coming(open_request)
         self.decodes[open_request.request.request_id] = "own"
-        self.decoding = self.decoding.plus(open_request)
+        self.decoding = self.decoding.plus(open_request.decodes)
 
     def end_decode(self, open_request: OpenRequest) -> None:
-        """It has ended, or goes elsewhere."""
+        """Forget a request that has ended, or goes elsewhere."""
         if self.decodes.pop(open_request.request.request_id) == "prefill":
             self._forget_coming(open_request)
         else:
-            self.decoding = self.decoding.plus(open_request, -1)
+            self.decoding = self.decoding.minus(open_request.decodes)
             if len(self.decodes) == self.coming.batch and not self.has_others:
                 self.decoding = NO_DECODES  # the report counts tokens that were generated
 
     def _forget_coming(self, open_request: OpenRequest) -> None:
-        self.coming = self.coming.plus(open_request, -1)
+        self.coming = self.coming.minus(open_request.decodes)
         if open_request.is_held:
-            self.held = self.held.plus(open_request, -1)
+            self.held = self.held.minus(open_request.decodes)
 
     def correct(self, report: Report, find: Callable[[str], OpenRequest], now: float) -> None:
-        """Take over what the instance says of itself.
+        """Take over the instance's report.
 
-        What it once counted and does not any more has ended there: it does not come on top again.
+        Requests that it once counted and no longer counts have ended there: they are not added to it again.
         """
         known, prefills = report.known, self.reported_prefills | self.queued
         head = next(iter(self.queued), None)
@@ -210,7 +253,7 @@ class InstanceState:
         self._queued_seconds = sum(self.queued.values())
         if next(iter(self.queued), None) != head:
             self._head_since = now
-        self._reported_until, self.reported_at = now + report.queue_seconds, now
+        self._reported_until = now + report.queue_seconds
         self.has_others = any(name not in prefills and name not in self.decodes for name in known)
         ours, own, counted = NO_DECODES, NO_DECODES, 0
         for name, state in self.decodes.items():
@@ -219,16 +262,54 @@ class InstanceState:
             if name in known:
                 self.decodes[name] = "reported"
                 counted += 1
-            open_request = find(name)
-            ours = ours.plus(open_request)
+            decodes = find(name).decodes
+            ours = ours.plus(decodes)
             if self.decodes[name] == "own":
-                own = own.plus(open_request)
+                own = own.plus(decodes)
         batch = max(0, report.decoding - counted) if self.has_others else 0
-        # Nobody says how long the contexts of others are: as those of the batch, on average.
+        # The contexts of others are not reported: they are taken to be as long as those of the batch, on average.
         tokens = batch * report.decode_tokens // report.decoding if batch else 0
         self.others = Decodes(batch, tokens, tokens)
-        batch, tokens = report.decoding + own.batch, report.decode_tokens + own.tokens
-        self.decoding = Decodes(batch, tokens, ours.reserved + self.others.reserved)
+        self.decoding = Decodes(
+            report.decoding + own.batch, report.decode_tokens + own.tokens, ours.reserved + self.others.reserved
+        )
+
+
+class PendingBlocks:
+    """Blocks that instances do not have yet, and will have once their assigned prompts are computed.
+
+    A key stands for its block and all before it: of two prompts with a key in common all earlier keys are equal, too.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Counter[int]] = {}  # of each instance, the number of its prompts with a key
+
+    def __len__(self) -> int:
+        """Number of distinct blocks, over all instances."""
+        return sum(map(len, self._prompts.values()))
+
+    def add(self, instance: str, keys: np.ndarray) -> None:
+        """Add a prompt, keys uint64 `[blocks]`."""
+        self._prompts.setdefault(instance, Counter()).update(keys.tolist())
+
+    def remove(self, instance: str, keys: np.ndarray) -> None:
+        """Remove a prompt that was added."""
+        counts = self._prompts.get(instance, Counter())
+        for key in keys.tolist():
+            if counts[key] > 1:
+                counts[key] -= 1
+            else:
+                del counts[key]
+        if not counts:
+            self._prompts.pop(instance, None)
+
+    def match(self, keys: np.ndarray) -> dict[str, int]:
+        """Count the leading blocks of a prompt that each instance will have; instances with none are left out."""
+        wanted, found = keys.tolist(), dict[str, int]()
+        for instance, counts in self._prompts.items():
+            if wanted and wanted[0] in counts:
+                found[instance] = bisect_left(wanted, True, key=lambda key, counts=counts: key not in counts)
+        return found
 
 
 class ClusterState:
@@ -240,6 +321,7 @@ class ClusterState:
       senders: instances that may send blocks to others: those that prefill, draining ones too.
       prefilling: open requests whose prompt is not computed yet, by id, in the order of their assignment.
       decoding: those that decode, in the order in which they began to.
+      pending: blocks of the prompts in `prefilling`.
     """
 
     def __init__(self, config: ConductorConfig) -> None:
@@ -250,9 +332,10 @@ class ClusterState:
         self._decodes: list[InstanceState] = []
         self.prefilling: dict[str, OpenRequest] = {}
         self.decoding: dict[str, OpenRequest] = {}
+        self.pending = PendingBlocks()
 
     def find(self, request_id: str) -> OpenRequest | None:
-        """An open request; None: there is none of this id."""
+        """Return an open request; None: there is none of this id."""
         return self.prefilling.get(request_id) or self.decoding.get(request_id)
 
     def add(self, instance: InstanceState) -> None:
@@ -264,16 +347,16 @@ class ClusterState:
         self.sort()
 
     def sort(self) -> None:
-        """Sort instances into pools anew, after one has come, gone, or changed its role or whether it drains."""
+        """Sort instances into pools again, after one was added or removed, or its role or draining has changed."""
         instances = self.instances.values()
         self._prefills = [each for each in instances if each.does_prefill and not each.is_draining]
         self._decodes = [each for each in instances if each.does_decode and not each.is_draining]
         self.senders = {each.name: each for each in instances if each.does_prefill}
 
     def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
-        """Instances that new prompts may go to."""
+        """Return the instances that new prompts may go to."""
         return [each for each in self._prefills if each.name not in exclude] if exclude else self._prefills
 
     def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
-        """Instances that new requests may decode on."""
+        """Return the instances that new requests may decode on."""
         return [each for each in self._decodes if each.name not in exclude] if exclude else self._decodes

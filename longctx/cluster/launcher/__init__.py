@@ -1,1 +1,1 @@
-"""Who starts the instances of a cluster, and starts them again: this machine, a Ray cluster, or nobody here."""
+"""Launchers that start the instances of a cluster and start them again: this machine, a Ray cluster, or none."""

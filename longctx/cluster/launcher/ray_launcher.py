@@ -6,17 +6,19 @@ tokens and pages go by the instances' own sockets, as a call of Ray takes millis
 
 import logging
 import os
+import socket
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx import extras
 from longctx.cluster.config import RayOptions
-from longctx.cluster.launcher.back_off import BackOff
-from longctx.cluster.launcher.launched import Address, Launched, Moved
-from longctx.cluster.launcher.ray_host import HostState, RayHost
+from longctx.cluster.launcher.launcher import Address, Launched, Moved
+from longctx.cluster.launcher.supervised import BackOff, Command, Supervised
 from longctx.cluster.server_url import host_port
 
 logger = logging.getLogger(__name__)
@@ -25,10 +27,92 @@ _PLACE_SECONDS, _CALL_SECONDS, _STOP_SECONDS = 120.0, 30.0, 100.0
 _LOOK_SECONDS = 1.0
 
 
-class RayLauncher:
-    """Starts instances as actors of a Ray cluster; a `Launcher`.
+class HostState(NamedTuple):
+    """State of an instance's process.
+
+    Attributes:
+      problem: reason why it is not started again; None: there is none.
+      pid: None: it does not run now.
+      num_starts: number of its starts.
+    """
+
+    problem: str | None
+    pid: int | None
+    num_starts: int
+
+
+class RayHost:
+    """Actor that runs one instance's process on a machine of a Ray cluster. The process ends with the actor.
 
     Args:
+      ip: of this machine, for the others; None: as Ray has it.
+    """
+
+    def __init__(self, ip: str | None = None) -> None:
+        if ip is None:
+            import ray
+
+            ip = ray.util.get_node_ip_address()
+        self._ip = ip
+        self._held: socket.socket | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="longctx-instance-")
+        self._process: Supervised | None = None
+
+    def place(self, port: int = 0) -> tuple[str, int]:
+        """Reserve a port for the instance, `port` if it is free; return the IP of this machine and the port."""
+        for wanted in (port, 0):
+            held = socket.socket(socket.AF_INET6 if ":" in self._ip else socket.AF_INET)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                held.bind((self._ip, wanted))
+            except OSError:
+                held.close()
+                if not wanted:
+                    raise
+                continue
+            self._held = held
+            break
+        assert self._held is not None
+        return self._ip, self._held.getsockname()[1]
+
+    def start(self, name: str, command: Sequence[str], files: Mapping[str, bytes]) -> None:
+        """Start the instance, and start it again when it ends.
+
+        Args:
+          command: whose program is this machine's own Python.
+          files: contents of the files that the command names, which are written here.
+        """
+        command = [sys.executable, *command[1:]]
+        for number, (path, contents) in enumerate(files.items()):
+            here = Path(self._folder.name) / str(number)
+            with os.fdopen(os.open(here, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(contents)
+            command = [each.replace(path, str(here)) for each in command]
+        self._process = Supervised(name, Command(command, {}))
+        self._process.start()
+
+    def state(self) -> HostState:
+        """Return the state of the process."""
+        process = self._process
+        return (
+            HostState(None, None, 0) if process is None else HostState(process.problem, process.pid, process.num_starts)
+        )
+
+    def stop(self) -> None:
+        """End the process, and remove its files."""
+        if self._process is not None:
+            self._process.close()
+        if self._held is not None:
+            self._held.close()
+        self._folder.cleanup()
+
+
+class RayLauncher:
+    """Launcher of instances as actors of a Ray cluster.
+
+    Args:
+      instances: that it starts.
+      options: resources of each, and the cluster's address.
       others: that run already.
 
     Raises:
@@ -50,7 +134,7 @@ class RayLauncher:
         self._thread = threading.Thread(target=self._watch, name="longctx ray", daemon=True)
 
     def start(self) -> list[Address]:
-        """Start all; it returns before they are ready. RuntimeError: the Ray cluster is not there, or has no room."""
+        """Start all, and return before they are ready; RuntimeError: the Ray cluster is not there, or has no room."""
         ray, options = self._ray, self._options
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -93,7 +177,7 @@ class RayLauncher:
         self.actors.clear()
 
     def states(self) -> dict[str, HostState]:
-        """How the instances' processes are; those whose actors don't answer are left out."""
+        """Return the states of the instances' processes; those whose actors don't answer are left out."""
         calls = {name: actor.state.remote() for name, actor in self.actors.items()}
         found = {}
         for name, call in calls.items():
@@ -104,7 +188,7 @@ class RayLauncher:
         return found
 
     def _make(self, index: int, instance: Launched) -> None:
-        """An actor, and where its instance will listen."""
+        """Make an actor, and reserve the address of its instance."""
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
@@ -127,7 +211,7 @@ class RayLauncher:
         return Address(instance.name, instance.role, f"http://{host_port(host, port)}")
 
     def _watch(self) -> None:
-        """Make actors anew that are lost, with their processes."""
+        """Make new actors, with their processes, for those that are lost."""
         back_offs = {each.name: BackOff() for each in self._instances}
         began = {each.name: time.monotonic() for each in self._instances}
         again = dict.fromkeys(began, 0.0)

@@ -1,4 +1,4 @@
-"""`Supervised`: a process, or several as one, started again when it ends, and never outliving this one."""
+"""`Supervised`: a process, or several as one, started again when it ends, that ends with this process."""
 
 import contextlib
 import logging
@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from longctx.cluster.launcher.back_off import BackOff
-
 logger = logging.getLogger(__name__)
 
 WRONG_INPUT = 2
@@ -22,22 +20,38 @@ WRONG_INPUT = 2
 
 _END_SECONDS = 90.0  # for which a process may take to end by itself
 _LAST_SECONDS = 10.0  # in which the others say why they end with one of them
-_LINES = 20  # of what it wrote last
+_LINES = 20  # of its last output
+_LEAST_PAUSE, _MOST_PAUSE = 1.0, 30.0  # seconds
+_ALIVE = 60.0  # seconds after which a failure is a first one again
+
+
+class BackOff:
+    """Pauses before a retry: 1 s after a first failure, twice as long after each that follows soon, up to 30 s."""
+
+    def __init__(self) -> None:
+        self._next = _LEAST_PAUSE
+
+    def after(self, lived: float) -> float:
+        """Return the seconds to wait after a failure of something that lived for `lived` seconds."""
+        if lived >= _ALIVE:
+            self._next = _LEAST_PAUSE
+        seconds, self._next = self._next, min(2 * self._next, _MOST_PAUSE)
+        return seconds
 
 
 class Command(NamedTuple):
-    """Of a process, with more variables of its environment."""
+    """Command of a process, with more variables of its environment."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
 
 
 class Supervised:
-    """Runs commands together until it is closed; its methods may be called from any thread.
+    """Commands that run together until they are closed; its methods may be called from any thread.
 
     When one process ends, all do, and all are started again. Each has a pipe as its standard input, which closes when
-    this process ends, however that ends: see `end_with_parent`. What they write is written to standard error here, each
-    line with its name.
+    this process ends, however that ends: see `end_with_parent`. Their output goes to standard error here, each line
+    with its name.
 
     Args:
       name: of the process, or of all of them together.
@@ -64,12 +78,12 @@ class Supervised:
 
     @property
     def pid(self) -> int | None:
-        """Of the first process that runs now."""
+        """Id of the first process that runs now; None: none runs."""
         return next(iter(self.pids), None)
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run now."""
+        """Ids of the processes that run now."""
         return [process.pid for process in self._processes if process.poll() is None]
 
     def begin_to_end(self) -> None:
@@ -82,7 +96,7 @@ class Supervised:
                 process.send_signal(signal.SIGTERM)
 
     def close(self, seconds: float = _END_SECONDS) -> None:
-        """End it, by force if it takes longer than so many seconds."""
+        """End it, by force if it takes longer than `seconds`."""
         self.begin_to_end()
         self._thread.join(seconds)
         self._kill()
@@ -115,7 +129,7 @@ class Supervised:
             process = subprocess.Popen(
                 command.arguments,
                 env=os.environ | command.environment,
-                stdin=subprocess.PIPE,  # nobody writes to it: its end is the end of this process
+                stdin=subprocess.PIPE,  # its end is the end of this process
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
@@ -144,7 +158,7 @@ class Supervised:
         return status
 
     def _read(self, name: str, process: subprocess.Popen[bytes], ends: "queue.SimpleQueue[int]") -> None:
-        """Pass on what a process writes until it ends."""
+        """Pass on the output of a process until it ends."""
         assert process.stderr is not None
         assert process.stdin is not None
         with process.stderr, process.stdin:
@@ -167,7 +181,7 @@ def _tell(name: str, text: str) -> None:
 
 
 def end_with_parent(seconds: float = 10.0) -> None:
-    """Watch standard input, a pipe of whoever started this process: where it closes, that one is gone, and so is this.
+    """Watch standard input, a pipe of the parent process, and end this process when it closes.
 
     Args:
       seconds: after which this process ends by force, if SIGTERM has not ended it.

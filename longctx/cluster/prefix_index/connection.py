@@ -8,8 +8,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from longctx.serving.validation import check_text
 
-_LARGEST = 1 << 26  # bytes of a frame; whoever sends a larger one loses the connection
-_WAITING = 1000  # messages that ZeroMQ keeps; where more come, some are missed, and asked for
+_LARGEST = 1 << 26  # bytes of a frame; a larger one ends the connection
+_WAITING = 1000  # messages that ZeroMQ keeps; if more come, some are missed
 _HEARTBEAT = 5_000  # milliseconds
 _RECONNECT = 100, 5_000  # milliseconds: at first, and at most
 
@@ -58,13 +58,13 @@ class Connection:
     def has_replay(self) -> bool:
         return self._replay is not None
 
-    def ask(self, first: int) -> None:
-        """Begin a replay from a message on. Answers to earlier requests come no more."""
+    def ask(self) -> None:
+        """Begin a replay of all messages that are kept. Answers to earlier requests come no more."""
         if self._dealer is not None:
             self._drop(self._dealer)
         self._dealer = self._socket(zmq.DEALER)
         self._dealer.connect(self._replay or "")
-        self._dealer.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        self._dealer.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
         self._poller.register(self._dealer, zmq.POLLIN)
 
     def has_reconnected(self, ready: dict[object, int]) -> bool:

@@ -1,17 +1,17 @@
-"""What the messages of a publisher of KV events say: vLLM's maps and ours, or SGLang's arrays."""
+"""KV events as publishers send them, vLLM's maps and ours or SGLang's arrays, and what they change in an index."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import msgspec
 
-from longctx.cluster.prefix_index.tiers import Tier
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 
 _MEDIA: dict[str, Tier] = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE": "disk", "DISK": "disk"}
 _NAMES = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _ALL = (1 << 64) - 1
 _Hashes = list[int | bytes]
-_EMPTY = msgspec.Raw(b"\x90")
 
 
 class MalformedMessage(ValueError):
@@ -19,22 +19,10 @@ class MalformedMessage(ValueError):
 
 
 class Stored(NamedTuple):
-    """Consecutive blocks that an instance has got.
-
-    Attributes:
-      keys: their hashes, 64 bits each.
-      parent: the hash of the block before them; None: there is none.
-      tokens: msgpack of their token ids; of blocks beyond the devices it may be an empty list.
-      extra: msgpack of what else their hashes depend on, per block.
-    """
+    """Blocks that an instance has got, by their 64-bit keys."""
 
     tier: Tier
     keys: Sequence[int]
-    parent: int | None
-    tokens: msgspec.Raw
-    block_size: int
-    lora_name: str | None
-    extra: msgspec.Raw
 
 
 class Removed(NamedTuple):
@@ -55,19 +43,11 @@ class Batch(NamedTuple):
     """The events of a message, in order.
 
     Attributes:
-      seconds: since 1970, by the publisher's clock.
-      dropped: how many more there were: of media or types that nobody here knows.
+      dropped: number of events that were left out, as their medium or type is not known here.
     """
 
-    seconds: float
     events: list[Event]
-    rank: int | None
     dropped: int
-
-    @property
-    def is_snapshot(self) -> bool:
-        """It begins with what the instance has in all."""
-        return bool(self.events) and isinstance(self.events[0], Cleared)
 
 
 class _StoredFields(msgspec.Struct, tag="BlockStored", gc=False):
@@ -77,8 +57,6 @@ class _StoredFields(msgspec.Struct, tag="BlockStored", gc=False):
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: msgspec.Raw = _EMPTY
 
 
 class _RemovedFields(msgspec.Struct, tag="BlockRemoved", gc=False):
@@ -120,21 +98,43 @@ def decode(payload: bytes) -> Batch:
       MalformedMessage: it says what is wrong.
     """
     try:
-        batch = _BATCH.decode(payload)
-        events, dropped = [], 0
-        for raw in batch.events:
-            event = _event(raw)
-            if event is None:
-                dropped += 1
-            else:
-                events.append(event)
+        batch = [_event(raw) for raw in _BATCH.decode(payload).events]
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
         raise MalformedMessage(f"no batch of KV events: {error}") from error
-    return Batch(batch.ts, events, batch.data_parallel_rank, dropped)
+    events = [event for event in batch if event is not None]
+    return Batch(events, len(batch) - len(events))
+
+
+def update_index(index: PrefixIndex, instance: str, batch: Batch, most_blocks: int) -> None:
+    """Change what an instance holds by its events.
+
+    Raises:
+      MalformedMessage: it claims to hold more than `most_blocks` blocks, over its tiers.
+    """
+    for event in _joined(batch):
+        if isinstance(event, Cleared):
+            index.clear(instance)
+        elif isinstance(event, Removed):
+            index.remove(instance, event.tier, event.keys)
+        else:
+            blocks = sum(index.blocks(instance, tier) for tier in TIERS)
+            if blocks + len(event.keys) > most_blocks:
+                raise MalformedMessage(f"it claims to hold more than {most_blocks} blocks")
+            index.store(instance, event.tier, event.keys)
+
+
+def _joined(batch: Batch) -> Iterator[Event]:
+    """Make one event of those of a kind and tier that follow each other: one call of the index has many keys."""
+    for _, group in groupby(batch.events, lambda event: (type(event), getattr(event, "tier", None))):
+        first, *others = group
+        if others and not isinstance(first, Cleared):
+            keys = chain(first.keys, *(each.keys for each in others if not isinstance(each, Cleared)))
+            first = first._replace(keys=[*keys])
+        yield first
 
 
 def _event(raw: msgspec.Raw) -> Event | None:
-    """None: it is of a type or a medium that nobody here knows."""
+    """Decode an event; None: its type or medium is not known here."""
     data = memoryview(raw)
     is_array = len(data) > 0 and (0x90 <= data[0] <= 0x9F or data[0] in (0xDC, 0xDD))
     try:
@@ -148,12 +148,8 @@ def _event(raw: msgspec.Raw) -> Event | None:
     tier = "device" if fields.medium is None else _MEDIA.get(fields.medium.upper())
     if tier is None:
         return None
-    keys = _keys(fields.block_hashes)
-    if isinstance(fields, _RemovedFields):
-        return Removed(tier, keys)
-    parent = None if fields.parent_block_hash is None else _keys([fields.parent_block_hash])[0]
-    # A `Raw` is a part of the message, which would be kept with it.
-    return Stored(tier, keys, parent, fields.token_ids, fields.block_size, fields.lora_name, fields.extra_keys)
+    kind = Removed if isinstance(fields, _RemovedFields) else Stored
+    return kind(tier, _keys(fields.block_hashes))
 
 
 def _is_of_another_type(raw: msgspec.Raw, is_array: bool) -> bool:
@@ -167,7 +163,7 @@ def _is_of_another_type(raw: msgspec.Raw, is_array: bool) -> bool:
 
 
 def _keys(hashes: _Hashes) -> list[int]:
-    """Their last 64 bits."""
+    """Return the last 64 bits of each hash."""
     if all(type(each) is int and 0 <= each <= _ALL for each in hashes):
         return hashes  # type: ignore[return-value]
     return [(each if isinstance(each, int) else int.from_bytes(each[-8:], "big")) & _ALL for each in hashes]

@@ -1,24 +1,43 @@
-"""`PrefixIndex`: which instances hold which blocks."""
+"""`PrefixIndex`: the instances that hold each block, and the tiers in which they hold it."""
 
+import sys
 import threading
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import islice, takewhile
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from longctx.cluster.prefix_index.holders import HolderSets
-from longctx.cluster.prefix_index.key_table import FREE, KeyTable
-from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
+Tier = Literal["device", "host", "disk"]
+"""The memory in which an instance keeps a block."""
 
-_FEW = 40  # keys up to which plain Python is quicker than numpy
+TIERS: tuple[Tier, ...] = get_args(Tier)
+"""The quickest first; KV events call them GPU, CPU and STORAGE."""
+
+_BITS = len(TIERS)
+_INT_BYTES = 36  # of a 64-bit key as a Python integer
+
+
+class Match(NamedTuple):
+    """The leading blocks of a request that an instance holds, in whatever tier.
+
+    Attributes:
+      blocks: how many there are.
+      device, host, disk: how many of them are in each tier; one that is in several counts in the quickest.
+    """
+
+    blocks: int
+    device: int
+    host: int
+    disk: int
 
 
 class PrefixIndex:
-    """Keys of blocks, and who holds them in which tier. Any thread may call it.
+    """A dict from the key of each block to a bit mask of its holders. Any thread may call it.
 
-    A key is the 64-bit hash of a block and of all before it, as KV events carry it. Each block has the number of its
-    set of holders, and most blocks share their sets with many others.
+    A key is the 64-bit hash of a block and of all before it, as KV events carry it. A mask has 3 bits for each
+    instance, one for each tier.
 
     Source:
       Mooncake, 3 and 5 (the conductor knows which instance has which blocks).
@@ -38,135 +57,144 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._table = KeyTable()
-        self._holders = HolderSets()
-        self._blocks: Counter[int] = Counter()  # by the mask of one holder
+        self._masks: dict[int, int] = {}  # of the holders of each key
+        self._used: dict[int, int] = {}  # seconds of the last use of each key
+        self._held: dict[tuple[str, Tier], dict[int, None]] = {}  # keys of each holder, in the order of their storing
+        self._names: list[str | None] = []  # instances by the place of their bits; None: the place is free
+        self._shifts: dict[str, int] = {}
         self._now = 0
         self._lock = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that somebody holds."""
-        return len(self._table)
+        """Number of distinct blocks that an instance holds."""
+        return len(self._masks)
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays, and about those of the sets of holders."""
-        return self._table.num_bytes + self._holders.num_bytes
+        """Approximate memory of all keys and dicts."""
+        dicts = [self._masks, self._used, *list(self._held.values())]
+        return sum(map(sys.getsizeof, dicts)) + _INT_BYTES * len(self._masks)
 
     @property
     def instances(self) -> list[str]:
-        """That hold something."""
+        """Names of the instances that hold a block or held one."""
         with self._lock:
-            return self._holders.names
+            return list(self._shifts)
 
     def blocks(self, instance: str, tier: Tier) -> int:
-        """How many an instance holds in a tier."""
-        return self._blocks[self._holders.mask(instance, tier)]
+        """Return the number of blocks that an instance holds in a tier."""
+        return len(self._held.get((instance, tier), ()))
 
     def store(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
-        """An instance has got blocks, keys in [0, 2^64); what it has already changes nothing.
+        """Add blocks to those that an instance holds in a tier; what it holds already changes nothing.
 
         Args:
           instance: its name.
-          tier: where it keeps them, or kept.
-          keys: of the blocks.
+          tier: where it keeps them.
+          keys: of the blocks, in [0, 2^64).
 
         Raises:
           TypeError, OverflowError: a key is no such number.
         """
-        wanted = _keys(keys)
+        wanted = _key_list(keys)
         with self._lock:
-            mask = self._holders.add(instance, tier)
-            if len(wanted) <= _FEW:
-                self._store_few(wanted, mask)
-            else:
-                self._store_all(_distinct(np.frombuffer(wanted, np.uint64)), mask)
+            bit = self._bit(instance, tier)
+            masks, held = self._masks, self._held.setdefault((instance, tier), {})
+            old = new = 0  # consecutive blocks mostly have the same holders, and share one integer
+            for key in wanted:
+                mask = masks.get(key, 0)
+                if not mask:
+                    self._used[key] = self._now
+                if mask != old or not new:
+                    old, new = mask, mask | bit
+                if new != old:
+                    masks[key] = new
+                    held[key] = None
 
     def remove(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
-        """An instance has lost blocks; what it does not have changes nothing.
+        """Remove blocks from those that an instance holds in a tier; what it does not hold changes nothing.
 
         Args:
           instance: its name.
-          tier: where it keeps them, or kept.
-          keys: of the blocks.
+          tier: where it kept them.
+          keys: of the blocks, in [0, 2^64).
 
         Raises:
-          TypeError, OverflowError: a key is no number in [0, 2^64).
+          TypeError, OverflowError: a key is no such number.
         """
-        wanted = _keys(keys)
+        wanted = _key_list(keys)
         with self._lock:
-            mask = self._holders.mask(instance, tier)
-            if len(wanted) <= _FEW:
-                self._remove_few(wanted, mask)
-            else:
-                at = self._table.find_all(_distinct(np.frombuffer(wanted, np.uint64)))
-                self._drop(at[at != 0], mask)
+            held = self._held.get((instance, tier))
+            if held:
+                self._drop(instance, tier, [key for key in dict.fromkeys(wanted) if key in held])
 
     def clear(self, instance: str, tier: Tier | None = None) -> None:
-        """An instance holds nothing any more, in one tier or (None) in none."""
+        """Remove all blocks that an instance holds in one tier, or (None) in all of them."""
         with self._lock:
             for each in TIERS if tier is None else [tier]:
-                mask = self._holders.mask(instance, each)
-                if self._blocks[mask]:
-                    self._drop(self._where(mask), mask)
-                del self._blocks[mask]
-            if tier is None and self._holders.mask(instance):
-                self._holders.forget(instance)
+                self._drop(instance, each, list(self._held.get((instance, each), ())))
+                self._held.pop((instance, each), None)
+            if tier is None and instance in self._shifts:
+                self._names[self._shifts.pop(instance) // _BITS] = None
 
     def keys(self, instance: str, tier: Tier) -> np.ndarray:
-        """The keys of all blocks that an instance holds in a tier, in no order.
-
-        Returns:
-          uint64 `[blocks]`.
-        """
+        """Return the keys of all blocks that an instance holds in a tier, uint64 `[blocks]`."""
         with self._lock:
-            return self._table.keys.array[self._where(self._holders.mask(instance, tier))]
+            return np.array([*self._held.get((instance, tier), ())], np.uint64)
 
     def match(self, keys: np.ndarray) -> dict[str, Match]:
-        """What each instance holds of the leading blocks of a request; those that do not hold the first are left out.
+        """Find what each instance holds of the leading blocks of a request.
 
         Args:
           keys: of the blocks in order, uint64 `[blocks]`.
-        """
-        matches = {}
-        for name, blocks in self._leading(keys):
-            device, host = sum(blocks[1::2]), blocks[2] + blocks[6]
-            matches[name] = Match(sum(blocks), device, host, blocks[4])
-        return matches
-
-    def availability(self, keys: np.ndarray) -> dict[str, Match]:
-        """As `match`, but a block that is in several tiers counts in each of them.
 
         Returns:
-          By the name of each instance.
+          By the name of each instance that holds the first block.
         """
-        matches = {}
-        for name, blocks in self._leading(keys):
-            tiers = (sum(count for i, count in enumerate(blocks) if i >> tier & 1) for tier in range(len(TIERS)))
-            matches[name] = Match(sum(blocks), *tiers)
+        wanted = _check(keys).tolist()
+        matches: dict[str, Match] = {}
+        counts: dict[int, int] = {}  # of leading blocks, by their mask
+        with self._lock:
+            lowest = (1 << _BITS * len(self._names)) // (2**_BITS - 1)  # the lowest bit of each instance
+            left, last, count = lowest, 0, 0
+            for mask in map(self._masks.get, wanted):
+                if mask == last:
+                    count += 1
+                    continue
+                counts[last] = counts.get(last, 0) + count
+                holders = 0 if mask is None else left & (mask | mask >> 1 | mask >> 2)
+                if holders != left:
+                    self._add_matches(matches, left & ~holders, counts)
+                    left = holders
+                if not left:
+                    return matches
+                last, count = mask or 0, 1
+            counts[last] = counts.get(last, 0) + count
+            self._add_matches(matches, left, counts)
         return matches
 
     def touch(self, keys: np.ndarray, now: float) -> None:
-        """The leading blocks that are there have been used; new blocks have the last such time.
+        """Note that the leading blocks that are there have been used; new blocks have the last such time.
 
         Args:
           keys: of the blocks in order, uint64 `[blocks]`.
           now: seconds of the caller's clock.
         """
+        wanted = _check(keys).tolist()
         with self._lock:
             self._now = max(self._now, int(now))
-            self._table.used.array[self._table.find_leading(_check(keys))] = self._now
+            self._used.update(dict.fromkeys(takewhile(self._masks.__contains__, wanted), self._now))
 
     def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
-        """The keys of blocks that an instance holds in a tier and nobody has used for long.
+        """Return the keys of blocks that an instance holds in a tier and that have not been used for long.
 
         The longest unused come first, and of those the last ones of a prefix: without its head a tail is of no use.
 
         Args:
           instance: its name.
           tier: where it holds them.
-          before: seconds of the caller's clock, since when nobody has used them.
+          before: seconds of the caller's clock, since when they have not been used.
           limit: the most keys.
           held_by: only those that at least so many instances hold, in whatever tier.
 
@@ -174,149 +202,64 @@ class PrefixIndex:
           uint64 `[blocks]`.
         """
         with self._lock:
-            holders, used = self._holders, self._table.used.array
-            mask = holders.mask(instance, tier)
-            at = self._where(mask, held_by)
-            at = at[used[at] < before]
-            order = used[at].astype(np.uint64) << np.uint64(32) | (FREE - at)
-            if len(at) > limit:
-                first = np.argpartition(order, limit)[:limit]
-                at, order = at[first], order[first]
-            return self._table.keys.array[at[np.argsort(order)]]
+            held = self._held.get((instance, tier), {})
+            keys = np.fromiter(held, np.uint64, len(held))
+            used = np.fromiter(map(self._used.__getitem__, held), np.int64, len(held))
+            places = np.flatnonzero(used < before)[::-1]
+            keys = keys[places[np.argsort(used[places], kind="stable")]]
+            if held_by > 1:
+                shared = (key for key in keys.tolist() if self._num_holders(key) >= held_by)
+                keys = np.array([*islice(shared, limit)], np.uint64)
+            return keys[:limit]
 
-    # Within; the lock is held.
+    # With the lock held.
 
-    def _where(self, mask: int, held_by: int = 1) -> np.ndarray:
-        """Positions, uint32 `[n]`, of all blocks that a holder has, and that many instances."""
-        holders = self._holders
-        is_wanted = np.array([bool(held & mask) and holders.num_instances(held) >= held_by for held in holders.masks])
-        sets = self._table.values.array
-        if not is_wanted.any():
-            return np.zeros(0, np.uint32)
-        step = 1 << 20  # blocks at a time: what is made on the way stays small
-        found = [np.flatnonzero(is_wanted[sets[i : i + step]]) + i for i in range(0, len(sets), step)]
-        return np.concatenate(found).astype(np.uint32)
+    def _bit(self, instance: str, tier: Tier) -> int:
+        if instance not in self._shifts:
+            place = self._names.index(None) if None in self._names else len(self._names)
+            self._names[place : place + 1] = [instance]
+            self._shifts[instance] = _BITS * place
+        return 1 << self._shifts[instance] + TIERS.index(tier)
 
-    def _leading(self, keys: np.ndarray) -> list[tuple[str, list[int]]]:
-        """Of each instance with leading blocks, how many are in each combination of tiers: 1 device, 2 host, 4 disk."""
-        found = []
-        with self._lock:
-            sets = self._table.values.array[self._table.find_leading(_check(keys))]
-            if not len(sets):
-                return []
-            starts = np.flatnonzero(np.concatenate([[True], sets[1:] != sets[:-1]]))
-            lengths = np.diff(starts, append=len(sets))
-            distinct, first_run, run_set = np.unique(sets[starts], return_index=True, return_inverse=True)
-            masks = [self._holders.masks[number] for number in distinct.tolist()]
-            for instances, stop in self._ends(masks, first_run, len(starts)):
-                blocks = np.bincount(run_set[:stop], lengths[:stop], len(masks)).astype(np.int64).tolist()
-                for name, shift in self._holders.split(instances):
-                    combinations = [0] * (1 << len(TIERS))
-                    for mask, count in zip(masks, blocks, strict=True):
-                        combinations[mask >> shift & 7] += count
-                    found.append((name, combinations))
-        return found
-
-    def _ends(self, masks: list[int], first_run: np.ndarray, runs: int) -> list[tuple[int, int]]:
-        """Instances, as a mask, and the run of blocks before which their leading blocks end."""
-        ends = []
-        order = np.argsort(first_run).tolist()
-        left = self._holders.instances(masks[order[0]])
-        for i in order[1:]:
-            still = left & self._holders.instances(masks[i])
-            if still != left:
-                ends.append((left & ~still, int(first_run[i])))
-                left = still
-            if not left:
-                return ends
-        return [*ends, (left, runs)]
-
-    def _store_few(self, keys: Iterable[int], mask: int) -> None:
-        table, holders = self._table, self._holders
-        old = new = -1  # mostly the next block has the same holders as the last one
-        changed = moved = 0
+    def _drop(self, instance: str, tier: Tier, keys: list[int]) -> None:
+        """Take distinct blocks from an instance that holds them."""
+        if not keys:
+            return
+        bit, masks, held = self._bit(instance, tier), self._masks, self._held[instance, tier]
+        old = new = 0
         for key in keys:
-            bucket = table.bucket(key)
-            if at := table.find(key, bucket):
-                held = table.values.view[at]
+            if (mask := masks[key]) != old:
+                old, new = mask, mask & ~bit
+            if new:
+                masks[key] = new
             else:
-                at, held = table.insert(key, bucket), 0
-                table.used.view[at] = self._now
-            if held != old:
-                holders.move(old, new, moved)
-                old, new, moved = held, holders.number(holders.masks[held] | mask), 0
-            if new != old:
-                table.values.view[at] = new
-                moved += 1
-                changed += 1
-        holders.move(old, new, moved)
-        self._blocks[mask] += changed
+                del masks[key], self._used[key]
+            del held[key]
 
-    def _remove_few(self, keys: Iterable[int], mask: int) -> None:
-        table, holders = self._table, self._holders
-        old = new = -1
-        changed = moved = 0
-        for key in keys:
-            bucket = table.bucket(key)
-            if not (at := table.find(key, bucket)):
-                continue
-            if (held := table.values.view[at]) != old:
-                holders.move(old, new, moved)
-                old, new, moved = held, holders.number(holders.masks[held] & ~mask), 0
-            if new != old:
-                table.values.view[at] = new
-                moved += 1
-                changed += 1
-                if not new:
-                    table.remove(at, bucket)
-        holders.move(old, new, moved)
-        self._blocks[mask] -= changed
+    def _num_holders(self, key: int) -> int:
+        mask = self._masks[key]
+        lowest = (1 << _BITS * len(self._names)) // (2**_BITS - 1)
+        return ((mask | mask >> 1 | mask >> 2) & lowest).bit_count()
 
-    def _store_all(self, keys: np.ndarray, mask: int) -> None:
-        at = self._table.find_all(keys)
-        is_new = at == 0
-        if is_new.any():
-            at[is_new] = self._table.insert_all(keys[is_new])
-            self._table.used.array[at[is_new]] = self._now
-        self._blocks[mask] += self._change(at, lambda held: held | mask)
-
-    def _drop(self, at: np.ndarray, mask: int) -> None:
-        self._blocks[mask] -= self._change(at, lambda held: held & ~mask)
-        gone = at[self._table.values.array[at] == 0]
-        if len(gone):
-            self._table.remove_all(gone)
-
-    def _change(self, at: np.ndarray, change: Callable[[int], int]) -> int:
-        """Change the holders of blocks at distinct positions; of how many blocks they are others now."""
-        holders = self._holders
-        old, rows, counts = np.unique(self._table.values.array[at], return_inverse=True, return_counts=True)
-        new = np.empty(len(old), np.uint32)
-        # First all new sets, then what they cost: a set that loses its last block may be another's new one.
-        for i, number in enumerate(old.tolist()):
-            new[i] = holders.number(change(holders.masks[number]))
-        for number, count in zip(new.tolist(), counts.tolist(), strict=True):
-            holders.counts[number] += count
-        for number, count in zip(old.tolist(), counts.tolist(), strict=True):
-            holders.release(number, count)
-        self._table.values.array[at] = new[rows]
-        return int(counts[new != old].sum())
+    def _add_matches(self, matches: dict[str, Match], holders: int, counts: dict[int, int]) -> None:
+        """Add the matches of instances, given by their lowest bits, whose leading blocks have these masks."""
+        while holders:
+            shift = (holders & -holders).bit_length() - 1
+            holders &= holders - 1
+            tiers = [0] * (1 << _BITS)  # blocks by the combination of their tiers: 1 device, 2 host, 4 disk
+            for mask, count in counts.items():
+                tiers[mask >> shift & 7] += count
+            if blocks := sum(tiers[1:]):
+                name = self._names[shift // _BITS]
+                assert name is not None
+                matches[name] = Match(blocks, sum(tiers[1::2]), tiers[2] + tiers[6], tiers[4])
 
 
-def _keys(keys: Iterable[int]) -> "array[int]":
-    if isinstance(keys, np.ndarray):
-        return array("Q", _check(keys).tobytes())
-    return array("Q", keys)
+def _key_list(keys: Iterable[int]) -> list[int]:
+    return _check(keys).tolist() if isinstance(keys, np.ndarray) else array("Q", keys).tolist()
 
 
 def _check(keys: np.ndarray) -> np.ndarray:
     if keys.dtype != np.uint64 or keys.ndim != 1:
         raise TypeError(f"keys must be uint64 [blocks], got {keys.dtype} {list(keys.shape)}")
     return keys
-
-
-def _distinct(keys: np.ndarray) -> np.ndarray:
-    """Without repetitions, in order."""
-    sorted_keys = np.sort(keys)
-    if (sorted_keys[1:] != sorted_keys[:-1]).all():
-        return keys
-    return keys[np.sort(np.unique(keys, return_index=True)[1])]

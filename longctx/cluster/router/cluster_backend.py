@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Rejection
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import ClusterRequest, Rejection
 from longctx.cluster.router.instances import Instances
 from longctx.cluster.router.rejections import rejected
 from longctx.cluster.router.routed_request import RoutedRequest, Routing

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from longctx.cluster.conductor.instance import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.serving.server.page_feed import PageFeed, describe_output
 
 if TYPE_CHECKING:

@@ -38,11 +38,6 @@ class InstanceCosts:
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise NotUnderstood(f"its predictor can't be: {type(error).__name__}: {error}") from None
 
-    @property
-    def costs(self) -> PredictorCosts:
-        """As they are now, for the shadow audit."""
-        return self._costs
-
     def prefill_seconds(self, cached: int, prompt: int) -> float:
         """See `Costs`."""
         return self._costs.prefill_seconds(cached, prompt)

@@ -4,11 +4,8 @@ import logging
 from urllib.parse import urlsplit
 
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.listeners import IndexUpdater
-from longctx.cluster.prefix_index.merged import MergedKvEvents
 from longctx.cluster.prefix_index.reader import KvEventReader, PublisherState
 from longctx.cluster.router.instance_client import NotUnderstood, ServerInfo
-from longctx.serving.server.kv_publisher import KvPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -16,27 +13,10 @@ _ANY = ("*", "0.0.0.0", "[::]")  # hosts at which whoever publishes listens on a
 
 
 class KvFeed:
-    """Follows the events of instances that say where they are; of the others no cached block is known.
+    """Follows the events of instances that say where they are; of the others no cached block is known."""
 
-    Args:
-      model: its name, for the merged stream.
-      publish: endpoint at which the events of all instances are published as one stream, which shows prompts; None:
-        nowhere. replay: endpoint at which missed ones can be asked for.
-
-    Raises:
-      ValueError: an endpoint can't be bound.
-    """
-
-    def __init__(self, index: PrefixIndex, model: str, publish: str | None = None, replay: str | None = None) -> None:
-        self._publisher = None if publish is None else KvPublisher(publish, replay)
-        merged = [] if self._publisher is None else [MergedKvEvents(self._publisher, model)]
-        self._reader = KvEventReader(IndexUpdater(index), *merged)
-
-    @property
-    def endpoints(self) -> dict[str, str | None] | None:
-        """Where the merged stream is; None: nowhere."""
-        publisher = self._publisher
-        return None if publisher is None else {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
+    def __init__(self, index: PrefixIndex) -> None:
+        self._reader = KvEventReader(index)
 
     def open(self, name: str, info: ServerInfo, url: str) -> None:
         """An instance has joined: follow its events, from the first one that it can repeat.
@@ -68,8 +48,6 @@ class KvFeed:
     def stop(self) -> None:
         """Follow nobody."""
         self._reader.close()
-        if self._publisher is not None:
-            self._publisher.close()
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 
-from longctx.cluster.conductor.decision import Bound, Rejection
+from longctx.cluster.conductor.request import Bound, Rejection
 from longctx.serving.server.errors import DROPPED, ApiError
 
 _LEAST, _MOST = 0.5, 120.0  # seconds after which a client may come again

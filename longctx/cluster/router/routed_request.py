@@ -18,8 +18,7 @@ import httpx
 import msgspec
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection
 from longctx.cluster.router.event_check import EventCheck
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.instance_client import NotUnderstood, Refused
@@ -259,7 +258,7 @@ class RoutedRequest:
             self._note_tokens(events, now)
             self._tell(events)
             if not relayed.open:
-                routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+                routing.conductor.finished(self._request.request_id, now)
         if problem is not None:
             raise problem
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from longctx.cluster.conductor.audit import AuditTotals
-from longctx.cluster.conductor.instance import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
 from longctx.serving.server.series import counter, counters, gauge, gauges, table
 
@@ -56,7 +55,6 @@ class RouterMetrics(RenderedMetrics):
         yield from self._of_clients()
         yield from self._of_instances()
         yield from self._of_decisions()
-        yield from self._of_audit()
 
     def _of_clients(self) -> Iterator[Metric]:
         """What an engine's server tells, too."""
@@ -129,19 +127,3 @@ class RouterMetrics(RenderedMetrics):
         ):
             yield counter(PREFIX + name, help, labels, count)
         yield stats.ttft_ratio.family(PREFIX + "ttft_over_predicted", labels)
-
-    def _of_audit(self) -> Iterator[Metric]:
-        audit = self._server.audit
-        totals = AuditTotals() if audit is None else audit.totals
-        for name, help, count in (
-            ("rejections_audited", "Rejections that were run forward in the simulator.", totals.rejections_audited),
-            ("rejections_wrong", "Those of them that would have kept all SLOs.", totals.rejections_wrong),
-            ("admissions_audited", "Admissions that were run forward, and have ended.", totals.admissions_audited),
-            ("admissions_wrong", "Those of them that missed an SLO.", totals.admissions_wrong),
-            ("audited_predicted_ttft_seconds", "Predicted TTFT of those, summed.", totals.predicted_ttft),
-            ("audited_simulated_ttft_seconds", "TTFT of those run forward, summed.", totals.simulated_ttft),
-            ("audited_ttft_seconds", "TTFT that those got, summed.", totals.ttft),
-        ):
-            yield counter(PREFIX + name, help, self._labels, count)
-        estimate = "Wrong rejections among all, estimated by those that were run forward."
-        yield gauge(PREFIX + "rejections_wrong_estimate", estimate, self._labels, totals.rejections_wrong_estimate)

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series

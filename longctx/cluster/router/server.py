@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import httpx
 
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
@@ -56,7 +55,6 @@ class RouterSettings(NamedTuple):
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
-      kv_events, kv_events_replay: endpoints of one stream out of all instances' KV events, see `KvFeed`.
     """
 
     instance_key: str | None = None
@@ -65,8 +63,6 @@ class RouterSettings(NamedTuple):
     look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
 
 
 class RouterServer(Frontend):
@@ -78,7 +74,6 @@ class RouterServer(Frontend):
       model_names: by which clients may call the model; the first one is in the answers.
       members: that it watches from the start; others register.
       chat_template: instead of the tokenizer's own.
-      audit: observes the conductor's decisions.
     """
 
     def __init__(
@@ -92,7 +87,6 @@ class RouterServer(Frontend):
         settings: ServerSettings | None = None,
         router: RouterSettings | None = None,
         chat_template: ChatTemplate | None = None,
-        audit: ShadowAudit | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
         self.model, self._config, self._router, self._members = model, config, router, tuple(members)
@@ -115,9 +109,8 @@ class RouterServer(Frontend):
             model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
         )
         self.index = PrefixIndex()
-        self.audit = audit
-        self.conductor = Conductor(conductor, self.index, audit)
-        self.feed = KvFeed(self.index, model_names[0], router.kv_events, router.kv_events_replay)
+        self.conductor = Conductor(conductor, self.index)
+        self.feed = KvFeed(self.index)
         self.instances = Instances(
             self.conductor,
             self.feed,

@@ -4,8 +4,7 @@ The frames are vLLM's. On the PUB socket: topic, number (8 bytes, big-endian), p
 of a number is answered by all messages from it on that are kept, each as empty frame, topic, number, payload, and by a
 last one with the number -1. A subscriber that sees a number go back knows that the publisher is new.
 
-Whoever asks for messages that are kept no more gets a snapshot before the others, if the publisher has one: messages
-with some of the numbers before theirs, which tell what those that are gone have told.
+The last 10,000 messages are kept. A request of an older one is answered from the oldest that is kept.
 """
 
 import logging
@@ -15,12 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from urllib.parse import urlsplit
 
 import zmq
 
-from longctx.serving.server.kv_snapshot import Snapshot
 from longctx.serving.validation import check_text
 
 logger = logging.getLogger(__name__)
@@ -60,8 +57,7 @@ class KvPublisher:
       endpoint: where subscribers are, such as "tcp://127.0.0.1:5557". It is bound if its host is `*` or this machine
         alone, as are `ipc` and `inproc`; to another host it connects.
       replay: bound likewise, for readers of missed messages; None: there is no replay.
-      topic: the first frame of each message, unless it has one of its own.
-      snapshot: of messages that are kept no more.
+      topic: the first frame of each message.
 
     Attributes:
       endpoint, replay_endpoint: what they are bound to, where a port was `*`.
@@ -70,14 +66,11 @@ class KvPublisher:
       ValueError: an endpoint is no ZeroMQ address, or in use.
     """
 
-    def __init__(
-        self, endpoint: str, replay: str | None = None, topic: str = "", snapshot: Snapshot | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
         self._topic = check_text("kv_events_topic", topic).encode()
-        self._queue: queue.SimpleQueue[tuple[bytes, Callable[[], bytes]] | None] = queue.SimpleQueue()
-        self._kept: deque[_Message] = deque()
-        self._snapshot = snapshot if replay is not None else None
-        self._lock = threading.Lock()  # of what is kept, and of the snapshot
+        self._queue: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
+        self._kept: deque[_Message] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()  # of what is kept
         self._is_closing = threading.Event()
         self._context = zmq.Context()
         self._socket, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -98,9 +91,9 @@ class KvPublisher:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, encode: Callable[[], bytes], topic: bytes | None = None) -> None:
+    def publish(self, encode: Callable[[], bytes]) -> None:
         """Send what `encode` returns, later and in order."""
-        self._queue.put((self._topic if topic is None else topic, encode))
+        self._queue.put(encode)
 
     def close(self) -> None:
         """Send what is left, and end."""
@@ -116,15 +109,10 @@ class KvPublisher:
 
     def _send(self) -> None:
         number = 0
-        while (item := self._queue.get()) is not None:
-            topic, encode = item
-            message = topic, number.to_bytes(8, "big"), encode()
+        while (encode := self._queue.get()) is not None:
+            message = self._topic, number.to_bytes(8, "big"), encode()
             with self._lock:
                 self._kept.append(message)
-                if len(self._kept) > _KEPT:
-                    topic, _, payload = self._kept.popleft()
-                    if self._snapshot is not None:
-                        self._snapshot.fold(topic, payload)
             self._socket.send_multipart(message)  # never waits: what a subscriber has no room for is dropped
             number += 1
 
@@ -152,20 +140,8 @@ class KvPublisher:
         first = int.from_bytes(frames[1], "big")
         with self._lock:
             messages = list(self._kept)
-            oldest = int.from_bytes(messages[0][1], "big") if messages else 0
-            before = self._before(oldest) if first < oldest else iter(())
-        return _Replay(reader, chain(before, messages[max(0, first - oldest) :], [(b"", LAST, b"")]))
-
-    def _before(self, oldest: int) -> Iterator[_Message]:
-        """In place of the messages before the oldest that is kept."""
-        if self._snapshot is None:
-            return iter(())
-        count, messages = self._snapshot.messages(oldest)
-        numbers = range(oldest - count, oldest)
-        return (
-            (topic, number.to_bytes(8, "big"), payload)
-            for number, (topic, payload) in zip(numbers, messages, strict=True)
-        )
+        oldest = int.from_bytes(messages[0][1], "big") if messages else 0
+        return _Replay(reader, iter([*messages[max(0, first - oldest) :], (b"", LAST, b"")]))
 
     def _go_on(self, replay: _Replay) -> bool:
         """Send as much as the reader takes now; whether that was all, or the reader is gone."""

@@ -13,7 +13,6 @@ from longctx.serving.request.request import Request
 from longctx.serving.server import logs, tracing
 from longctx.serving.server.kv_events import KvEvents
 from longctx.serving.server.kv_publisher import KvPublisher, is_public
-from longctx.serving.server.kv_snapshot import KvSnapshot
 from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.rendered_metrics import check_prefix
 
@@ -98,7 +97,7 @@ class Observers:
             self._closings.pop(0)()
 
     def _publish_kv_events(self, thread: EngineThread, settings: ObserverSettings, endpoint: str) -> None:
-        publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic, KvSnapshot())
+        publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic)
         self._closings.append(publisher.close)
         self._closings.insert(0, KvEvents(thread, publisher.publish).close)
         self.kv_events = {

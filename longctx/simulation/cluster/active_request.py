@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Metrics
 from longctx.simulation.cluster.attempt import Attempt

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from longctx.cluster.conductor.decision import Assignment
+from longctx.cluster.conductor.request import Assignment
 from longctx.simulation.cluster.cluster_record import Moved, Placed
 from longctx.simulation.cluster.core import ClusterCore
 from longctx.simulation.cluster.leg import Leg

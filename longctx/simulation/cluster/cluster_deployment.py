@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
 from longctx.models.config import LlamaConfig
@@ -150,18 +149,17 @@ class ClusterDeployment:
         progress: Callable[[ClusterRecord], object] | None = None,
         priority: Priority | None = None,
         keep_steps: bool = False,
-        audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
         """Serve a workload on new instances, see `ClusterSimulation.run`.
 
         Args:
-          requests, seed, until, progress, priority, keep_steps, audit: as for `ClusterSimulation.run`.
+          requests, seed, until, progress, priority, keep_steps: as for `ClusterSimulation.run`.
 
         Returns:
           What came of it.
         """
         simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
-        return simulation.run(requests, seed, until, progress, priority, keep_steps, audit)
+        return simulation.run(requests, seed, until, progress, priority, keep_steps)
 
     def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
         rows = min(token_budget, self.chunk)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.audit import AuditTotals
-from longctx.cluster.conductor.decision import Assignment, Bound
 from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.request import Assignment, Bound
 from longctx.simulation.record import Record, Served
 
 
@@ -25,7 +24,7 @@ class Placed(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A request that was not served, see `longctx.cluster.conductor.decision.Rejection`.
+    """A request that was not served, see `longctx.cluster.conductor.request.Rejection`.
 
     Attributes:
       due: when it came, seconds from the beginning of the workload. at: when it was rejected.
@@ -90,7 +89,6 @@ class ClusterRecord(Record):
       loads: at every report.
       moved: in the order in which they ended.
       roles: changes of roles.
-      audit: what the shadow audit has found, if there was one.
       num_deferred: how often a request was told to come again.
       num_reassigned: how often a request was assigned anew, as an instance died.
 
@@ -115,7 +113,6 @@ class ClusterRecord(Record):
     loads: list[LoadPoint] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
     roles: list[RoleAt] = field(default_factory=list)
-    audit: AuditTotals | None = None
     num_deferred: int = 0
     num_reassigned: int = 0
 

@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from longctx.cluster.conductor.audit import ShadowAudit
-from longctx.cluster.conductor.conductor import Conductor, Observer
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Costs
@@ -15,7 +14,6 @@ from longctx.serving.scheduler.chunking import Chunking
 from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.cluster.forward import ClusterForward
 from longctx.simulation.cluster.node import Node
 from longctx.simulation.cluster.run import ClusterRun, Priority
 from longctx.simulation.cluster.settings import ClusterSettings
@@ -33,7 +31,6 @@ class ClusterSimulation:
       config: of the conductor.
       settings: how it hears of its instances, and how pages move.
       changes: deaths and the like, in any order.
-      observer: hears of the decisions of every run.
 
     Attributes:
       last: the run that goes on, or the last one; None: there was none.
@@ -70,10 +67,9 @@ class ClusterSimulation:
         config: ConductorConfig | None = None,
         settings: ClusterSettings | None = None,
         changes: List[Change] = (),
-        observer: Observer | None = None,
     ) -> None:
         self.instances, self.config = list(instances), config or ConductorConfig()
-        self.settings, self.changes, self.observer = settings or ClusterSettings(), list(changes), observer
+        self.settings, self.changes = settings or ClusterSettings(), list(changes)
         names = [each.name for each in self.instances]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"instances must be at least one, with names of their own, got {names}")
@@ -95,7 +91,6 @@ class ClusterSimulation:
         progress: Callable[[ClusterRecord], object] | None = None,
         priority: Priority | None = None,
         keep_steps: bool = False,
-        audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
         """Serve requests, which are in order of arrival; every output is as long as asked for.
 
@@ -106,7 +101,6 @@ class ClusterSimulation:
           progress: is called with the record after every event; the run ends where it returns True.
           priority: of a request, higher is more urgent; None: all have 0.
           keep_steps: whether the record has all steps.
-          audit: hears of decisions instead of `observer`; its samples are run forward in the simulator at every report.
 
         Returns:
           What came of it.
@@ -119,15 +113,13 @@ class ClusterSimulation:
         check_arrivals(requests)
         loop, index = EventLoop(), PrefixIndex()
         config = copy.deepcopy(self.config)  # a policy of one's own may remember things
-        conductor = Conductor(config, index, self.observer if audit is None else audit)
+        conductor = Conductor(config, index)
         nodes: dict[str, Node] = {}
         for spec, costs in zip(self.instances, self._costs, strict=True):
             nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings, keep_steps)
             nodes[spec.name].join(conductor)
         self._check(requests, nodes)
         self.last = run = ClusterRun(nodes, loop, conductor, self.settings, seed, priority)
-        if audit is not None:
-            run.audit, run.forward = audit, ClusterForward(self.instances)
         return run.run(requests, self.changes, until, progress)
 
     def _check(self, requests: List[WorkloadRequest], nodes: dict[str, Node]) -> None:

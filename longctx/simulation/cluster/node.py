@@ -7,8 +7,7 @@ import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import Costs, Report
-from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.tiers import Tier
+from longctx.cluster.prefix_index.index import PrefixIndex, Tier
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.block_keys import block_key
 from longctx.simulation.cluster.cluster_instance import ClusterInstance

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from longctx.cluster.conductor.audit import Forward, ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import Role
 from longctx.serving.kv_cache.page_pool import Key
@@ -27,7 +26,6 @@ class ClusterRun:
     Attributes:
       nodes: the instances, by name.
       start: of the workload, by the loop.
-      audit, forward: what runs a sample of decisions forward; None: nothing does.
     """
 
     def __init__(
@@ -42,8 +40,6 @@ class ClusterRun:
         self.nodes, self.loop, self.conductor = nodes, loop, conductor
         self.settings, self._seed, self._priority = settings, seed, priority
         self.record, self.start = ClusterRecord(), loop.now
-        self.audit: ShadowAudit | None = None
-        self.forward: Forward | None = None
         self._active: dict[str, ActiveRequest] = {}
         self._stranded: list[ActiveRequest] = []
         self._followers: dict[int, list[tuple[int, WorkloadRequest]]] = {}
@@ -84,7 +80,6 @@ class ClusterRun:
             for core in node.lives:
                 stats = core.stats
                 record.instances.append(InstanceRecord(core.name, core.num_devices, core.totals, core.steps, stats))
-        self._run_forward()
         record.stats = sum_stats([each.stats for each in record.instances if each.stats is not None])
         return record
 
@@ -104,7 +99,7 @@ class ClusterRun:
         """It has all its tokens."""
         config, metrics = self.conductor.config, active.metrics
         metrics.ttft_deadline, metrics.tpot_target = config.ttft, config.tpot
-        self.conductor.finished(active.request_id, self.loop.now, metrics.output_tokens)
+        self.conductor.finished(active.request_id, self.loop.now)
         name = placed.assignment.decode
         self.record.served.append(Served.of(metrics, active.due, self.start, active.request.number, name))
         self.record.placed.append(placed)
@@ -195,13 +190,5 @@ class ClusterRun:
         if self.settings.swaps:
             for swap in self.conductor.swaps(now):
                 self.nodes[swap.instance].swap_out(swap.keys)
-        self._run_forward()
         if self._num_coming or len(self._active) > len(self._stranded):
             self.loop.at(now + self.settings.report_seconds, self._tick)
-
-    def _run_forward(self) -> None:
-        """Find out what would have come of sampled decisions; that takes no time here."""
-        if self.audit is not None and self.forward is not None:
-            while (snapshot := self.audit.take()) is not None:
-                self.audit.note(snapshot, self.forward(snapshot))
-            self.record.audit = self.audit.totals

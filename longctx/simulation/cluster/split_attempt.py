@@ -5,7 +5,7 @@ Source: Mooncake, section 3, figure 4. Which of them draws the first token: see 
 
 from typing import TYPE_CHECKING
 
-from longctx.cluster.conductor.decision import Assignment
+from longctx.cluster.conductor.request import Assignment
 from longctx.simulation.cluster.attempt import Attempt
 from longctx.simulation.cluster.leg import Leg
 from longctx.simulation.cluster.page_stream import PageStream

@@ -21,7 +21,7 @@ def summarize_cluster(record: ClusterRecord, ttft: float, tpot: float) -> dict[s
 
     `tbt`: percentiles of the mean of the longest tenth of a request's gaps. `goodput`: requests that completed within
     both SLOs, and their share of all that came. `rejected`: how many, by stage and by what forbade them. `open`: those
-    that had not ended. `audit`: see `AuditTotals`. `predicted_ttft`: percentiles of what was predicted, and the error
+    that had not ended. `predicted_ttft`: percentiles of what was predicted, and the error
     of the mean. `loads`: mean and largest of both pools. `moved`: bytes and seconds waited for, by kind.
 
     Args:
@@ -46,7 +46,6 @@ def summarize_cluster(record: ClusterRecord, ttft: float, tpot: float) -> dict[s
         "reassigned": record.num_reassigned,
         "predicted_ttft": percentiles(predicted),
         "predicted_ttft_error": float(np.mean(predicted)) / real - 1 if real else None,
-        "audit": None if record.audit is None else record.audit._asdict(),
         "loads": _loads(record),
         "moved": _moved(record),
     }
@@ -76,9 +75,6 @@ def cluster_table(summary: dict[str, Any]) -> str:
             f"{moved['count']:,}, {moved['bytes'] / 1e9:,.1f} GB, waited for {1e3 * moved['exposed']:.2f} ms on average"
         )
         rows.append((f"moved {kind}", about))
-    if summary["audit"] is not None:
-        found = summary["audit"]
-        rows.append(("audit", f"{found['rejections_wrong']} of {found['rejections_audited']} rejections were wrong"))
     for name in ("open", "deferred", "reassigned"):
         if summary[name]:
             rows.append((name, f"{summary[name]:,}"))

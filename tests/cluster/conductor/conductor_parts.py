@@ -1,7 +1,5 @@
-"""Parts of clusters for tests of the conductor: round costs, instances, requests, an index."""
+"""Parts of clusters for tests of the conductor: round costs, instances, requests."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from math import inf
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec, Role
 from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.prefix_index.tiers import Match, Tier
+from longctx.cluster.prefix_index.index import PrefixIndex
 
 BLOCK = 100
 
@@ -35,43 +33,6 @@ class RoundCosts(NamedTuple):
 
     def transfer_bytes(self, tokens: int) -> float:
         return 1000.0 * tokens
-
-
-class SetIndex:
-    """A `BlockIndex` of plain sets, all on the device."""
-
-    def __init__(self) -> None:
-        self.stored: defaultdict[str, set[int]] = defaultdict(set)
-        self.used: defaultdict[int, float] = defaultdict(float)
-
-    def store(self, instance: str, keys: Iterable[int]) -> None:
-        self.stored[instance].update(map(int, keys))
-
-    def clear(self, instance: str) -> None:
-        self.stored.pop(instance, None)
-
-    def match(self, keys: np.ndarray) -> Mapping[str, Match]:
-        found = {}
-        for name, blocks in self.stored.items():
-            count = next((i for i, key in enumerate(keys.tolist()) if key not in blocks), len(keys))
-            if count:
-                found[name] = Match(count, count, 0, 0)
-        return found
-
-    def touch(self, keys: np.ndarray, now: float) -> None:
-        self.used.update(dict.fromkeys(keys.tolist(), now))
-
-    def blocks(self, instance: str, tier: Tier) -> int:
-        return len(self.stored[instance]) if tier == "device" else 0
-
-    def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
-        held = self.stored[instance] if tier == "device" else set[int]()
-        keys = [
-            key
-            for key in sorted(held, key=lambda key: self.used[key])
-            if self.used[key] < before and sum(key in other for other in self.stored.values()) >= held_by
-        ]
-        return np.array(keys[:limit], np.uint64)
 
 
 def instance(name: str, role: Role = "prefill", **changes: object) -> InstanceSpec:
@@ -98,8 +59,8 @@ def request(request_id: str, *parts: tuple[int, int], rest: int = 50, **fields: 
 
 
 def cluster(*specs: InstanceSpec, **settings: object) -> Conductor:
-    """A conductor of instances over a `SetIndex`."""
-    conductor = Conductor(ConductorConfig(**settings), SetIndex())  # type: ignore[arg-type]
+    """A conductor of instances over an empty index."""
+    conductor = Conductor(ConductorConfig(**settings), PrefixIndex())  # type: ignore[arg-type]
     for spec in specs:
         conductor.join(spec, 0.0)
     return conductor

@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-from conductor_parts import RoundCosts, SetIndex, cluster, instance, keys_of, request
+from conductor_parts import RoundCosts, cluster, instance, keys_of, request
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import InstanceSpec, Report
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.cluster.prefix_index.index import PrefixIndex
 
 
@@ -26,8 +25,7 @@ def test_nobody_there_is_a_rejection() -> None:
 
 def test_draining_instance_gets_nothing_and_may_send_what_it_has() -> None:
     conductor = cluster(instance("p0"), instance("p1"), instance("d0", "decode"), admission="none")
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store("p0", keys_of((1, 20)).tolist())
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())
     conductor.drain("p0", 0.0)
     found = conductor.assign(request("a", (1, 20)), 0.0)
     assert isinstance(found, Assignment)
@@ -49,7 +47,7 @@ def test_draining_the_last_one_leaves_nobody() -> None:
     assert found.bound == "no_instance"
     assert conductor.instances(0.0)[1].open_requests == 1  # what it has goes on
     conductor.first_token("a", 1.0)
-    conductor.finished("a", 1.0, 10)
+    conductor.finished("a", 1.0)
     assert conductor.instances(0.0)[1].open_requests == 0
 
 
@@ -73,14 +71,13 @@ def test_requests_of_a_dead_instance_are_told_and_can_be_assigned_anew() -> None
         assert isinstance(found, Assignment)
         assert (found.prefill, found.decode) == ("p1", "d1")
     for name in placed:
-        conductor.finished(name, 2.0, 10)
+        conductor.finished(name, 2.0)
     assert all(each.open_requests == each.reserved_tokens == 0 for each in conductor.instances(2.0))
 
 
 def test_what_a_dead_instance_held_is_forgotten_and_it_comes_back_empty() -> None:
     conductor = cluster(instance("p0"), instance("d0", "decode"), admission="none")
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store("p0", keys_of((1, 20)).tolist())
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())
     conductor.assign(request("b", (2, 20)), 0.0)
     conductor.remove("p0", 0.0)
     conductor.join(instance("p0"), 1.0)
@@ -94,22 +91,20 @@ def test_what_a_dead_instance_held_is_forgotten_and_it_comes_back_empty() -> Non
 def test_source_of_a_transfer_dies() -> None:
     """The prompt is computed where it was to be: its request stays open."""
     conductor = cluster(instance("p0"), instance("p1"), instance("d0", "decode"), admission="none")
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store("p0", keys_of((1, 20)).tolist())
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())
     conductor.assign(request("busy", rest=9000), 0.0, exclude={"p1"})
     found = conductor.assign(request("a", (1, 20)), 0.0)
     assert isinstance(found, Assignment)
     assert (found.prefill, found.transfer is not None) == ("p1", True)
     assert conductor.remove("p0", 0.0) == ["busy"]
     conductor.first_token("a", 1.0)
-    conductor.finished("a", 1.0, 1)
+    conductor.finished("a", 1.0)
     assert all(not each.open_requests for each in conductor.instances(1.0))
 
 
 def test_excluded_instance_sends_nothing_either() -> None:
     conductor = cluster(instance("p0"), instance("p1"), instance("d0", "decode"), admission="none")
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store("p0", keys_of((1, 20)).tolist())
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())
     found = conductor.assign(request("a", (1, 20)), 0.0, exclude={"p0"})
     assert isinstance(found, Assignment)
     assert (found.prefill, found.transfer, found.cached) == ("p1", None, 0)
@@ -166,7 +161,7 @@ def test_role_changes_for_what_comes_and_what_is_there_goes_on() -> None:
     conductor.first_token("a", 1.0)
     conductor.set_role("p1", "prefill", 1.0)
     for name in ("a", "b"):
-        conductor.finished(name, 2.0, 1)
+        conductor.finished(name, 2.0)
     assert all(each.open_requests == each.reserved_tokens == 0 for each in conductor.instances(2.0))
 
 
@@ -184,10 +179,9 @@ def full(name: str, **fields: Any) -> InstanceSpec:
 def test_cold_blocks_leave_a_full_instance_replicas_first() -> None:
     conductor = cluster(full("p0"), full("p1"), swap_above=0.9, swap_below=0.5, swap_seconds=60.0)
     index = conductor.index
-    assert isinstance(index, SetIndex)
     cold, replica, warm = keys_of((1, 40)), keys_of((2, 30)), keys_of((3, 25))
-    index.store("p0", [*cold, *replica, *warm])
-    index.store("p1", replica)
+    index.store("p0", "device", [*cold, *replica, *warm])
+    index.store("p1", "device", replica)
     index.touch(cold, 10.0)
     index.touch(replica, 20.0)
     index.touch(warm, 50.0)
@@ -200,9 +194,8 @@ def test_cold_blocks_leave_a_full_instance_replicas_first() -> None:
 def test_last_replica_stays_when_both_holders_are_full() -> None:
     conductor = cluster(full("p0"), full("p1"), swap_above=0.9, swap_below=0.5)
     index = conductor.index
-    assert isinstance(index, SetIndex)
     for name in ("p0", "p1"):
-        index.store(name, keys_of((1, 95)))
+        index.store(name, "device", keys_of((1, 95)))
     swaps = conductor.swaps(1000.0)
     assert [len(each.keys) for each in swaps] == [45, 45]
     assert not set(swaps[0].keys.tolist()) & set(swaps[1].keys.tolist())
@@ -211,9 +204,8 @@ def test_last_replica_stays_when_both_holders_are_full() -> None:
 def test_nothing_is_swapped_where_there_is_room_or_nobody_knows() -> None:
     conductor = cluster(full("p0"), instance("p1"), swap_above=0.9)
     index = conductor.index
-    assert isinstance(index, SetIndex)
-    index.store("p0", keys_of((1, 90)))
-    index.store("p1", keys_of((1, 1000)))
+    index.store("p0", "device", keys_of((1, 90)))
+    index.store("p1", "device", keys_of((1, 1000)))
     assert conductor.swaps(1000.0) == []
 
 
@@ -246,7 +238,7 @@ def test_a_time_that_is_none_changes_nothing(now: float) -> None:
     conductor = Conductor(ConductorConfig(), PrefixIndex())
     for spec in (instance("p0"), instance("d0", "decode")):
         conductor.join(spec, 0.0)
-    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())  # type: ignore[attr-defined]
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())
     with pytest.raises(ValueError, match="now must be"):
         conductor.assign(request("a", (1, 20)), now)
     assert [each.open_requests for each in conductor.instances(0.0)] == [0, 0]

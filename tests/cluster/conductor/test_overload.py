@@ -8,9 +8,8 @@ from conductor_parts import RoundCosts, cluster, instance, request
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.load import Load, future_demands
-from longctx.cluster.conductor.overload import Admission, Question
+from longctx.cluster.conductor.overload import Admission, Load, Question, future_demands
+from longctx.cluster.conductor.request import Assignment, Rejection
 
 RULES = ("none", "baseline", "early_rejection", "predicted_early_rejection")
 
@@ -56,7 +55,7 @@ def test_tbt_of_the_selected_instance_is_compared_with_the_slo(rule: str) -> Non
     for i in range(3):  # all share the blocks of one instance
         assert isinstance(conductor.assign(request(f"r{i}", (0, 9), rest=5), float(i)), Assignment)
         assert conductor.prefilled(f"r{i}", i + 0.95) is None
-        conductor.index.store("a", conductor.state.decoding["r0"].request.keys)  # type: ignore[attr-defined]
+        conductor.index.store("a", "device", conductor.state.decoding["r0"].request.keys)
     decision = conductor.assign(request("late", (0, 9), rest=5), 9.0)
     if rule in ("none", "baseline"):
         assert isinstance(decision, Assignment)
@@ -66,7 +65,7 @@ def test_tbt_of_the_selected_instance_is_compared_with_the_slo(rule: str) -> Non
         assert (found.bound, found.stage) == ("tbt", "prefill")
         assert found.load == pytest.approx(found.tbt / 0.0045)
         assert found.retry_after == pytest.approx(0.95 + 10.0 - 9.0, abs=0.01)  # when the first of them has ended
-    conductor.index.store("b", request("other", (1, 9)).keys)  # type: ignore[attr-defined]
+    conductor.index.store("b", "device", request("other", (1, 9)).keys)
     assert isinstance(conductor.assign(request("other", (1, 9), rest=5), 9.0), Assignment)
 
 
@@ -162,7 +161,7 @@ def test_the_pool_s_load_is_the_mean_and_the_cluster_s_the_greater() -> None:
     conductor.prefilled("r", 0.95)
     loads = conductor.loads(0.95)
     assert loads.decode == pytest.approx((0.002 + 0.95e-4) / 2 / 0.01, rel=1e-3)
-    assert loads.cluster == loads.decode > loads.prefill == 0.0
+    assert loads.decode > loads.prefill == 0.0
     assert cluster(instance("p")).loads(0.0) == (0.0, inf)
 
 
@@ -262,8 +261,8 @@ def test_memory_forbids_nobody_whom_an_engine_has_let_in(rule: str) -> None:
         assert conductor.prefilled("a", 1.0) is None
         found = conductor.prefilled("b", 2.0, has_memory)
         assert (found is None) == has_memory
-        conductor.finished("a", 3.0, 10)
-        conductor.finished("b", 3.0, 10)
+        conductor.finished("a", 3.0)
+        conductor.finished("b", 3.0)
         assert conductor.loads(3.0) == (0.0, 0.0)
 
 

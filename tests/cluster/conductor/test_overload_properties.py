@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ADMISSIONS
-from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import Report
+from longctx.cluster.conductor.request import Assignment, Rejection
 
 _REPORT_NUMBERS = st.sampled_from([0, 1, 3, 500, 10**9, -1, 0.5, inf, -inf, float("nan"), True, "1", None])
 _EVENTS = st.lists(
@@ -75,7 +75,7 @@ def test_any_course_of_events(events: list[tuple], admission: str, decode_second
                 has_ended = conductor.prefilled(chosen, now) is not None
             else:
                 has_ended = True
-                conductor.finished(chosen, now, 10) if kind == "finished" else conductor.cancelled(chosen, now)
+                conductor.finished(chosen, now) if kind == "finished" else conductor.cancelled(chosen, now)
             if has_ended:
                 open_ids.remove(chosen)
         loads = conductor.loads(now)

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conductor_parts import BLOCK, RoundCosts, SetIndex, cluster, instance, keys_of, request
+from conductor_parts import BLOCK, RoundCosts, cluster, instance, keys_of, request
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Rejection, Transfer
 from longctx.cluster.conductor.policy import Choice, cache_aware
+from longctx.cluster.conductor.request import Assignment, Rejection, Transfer
 
 
 def assigned(conductor: Conductor, *args: Any, **fields: Any) -> Assignment:
@@ -25,8 +25,7 @@ def two_prefills(**settings: Any) -> Conductor:
 
 
 def store(conductor: Conductor, name: str, *parts: tuple[int, int]) -> None:
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store(name, keys_of(*parts))
+    conductor.index.store(name, "device", keys_of(*parts))
 
 
 def busy(conductor: Conductor, name: str, seconds: float) -> None:
@@ -240,7 +239,7 @@ def test_request_that_fits_nowhere_is_rejected_for_memory() -> None:
     assert (too_long.bound, too_long.stage) == ("memory", "prefill")
     assert assigned(conductor, request("b", max_tokens=1950), 0.0).decode == "d0"
     assert isinstance(conductor.assign(request("c"), 0.0), Rejection)
-    conductor.finished("b", 1.0, 10)
+    conductor.finished("b", 1.0)
     assert assigned(conductor, request("c"), 1.0).decode == "d0"
 
 
@@ -303,7 +302,7 @@ def test_a_prompt_that_fits_into_a_step_within_the_slo_is_computed_where_it_deco
     assert conductor.assign(request("c", (3, 2)), 0.3).prefill == "d"
     assert conductor.assign(request("long", (4, 3)), 0.6).prefill == "p"  # it would have to be chunked
     for name in "abc":
-        conductor.finished(name, 1.0, 3)
+        conductor.finished(name, 1.0)
 
 
 def test_a_prompt_is_not_inlined_where_it_breaks_the_slo_or_finds_no_memory() -> None:
@@ -311,6 +310,6 @@ def test_a_prompt_is_not_inlined_where_it_breaks_the_slo_or_finds_no_memory() ->
     assert inline_pools(tpot=0.32).assign(request("r", (0, 2), tpot=0.25), 0.0).prefill == "p"
     assert inline_pools(tpot=0.32, is_inline=False).assign(request("r", (0, 2)), 0.0).prefill == "p"
     cached = inline_pools(tpot=0.06)  # the rest of a prompt counts
-    cached.index.store("d", keys_of((0, 2)))  # type: ignore[attr-defined]
+    cached.index.store("d", "device", keys_of((0, 2)))
     found = cached.assign(request("r", (0, 2)), 0.0)
     assert (found.prefill, found.cached) == ("d", 200)

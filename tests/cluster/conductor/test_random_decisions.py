@@ -10,10 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import POLICIES, ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import ROLES, Report, Role
 from longctx.cluster.conductor.overload import ADMISSION_RULES
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.cluster.conductor.state import NO_DECODES
 from longctx.cluster.prefix_index.index import PrefixIndex
 
@@ -171,7 +170,7 @@ class RandomCluster(RuleBasedStateMachine):
 
     def end(self, request_id: str, by: str) -> None:
         if by == "finished":
-            self.conductor.finished(request_id, self.now, 10)
+            self.conductor.finished(request_id, self.now)
         else:
             self.conductor.cancelled(request_id, self.now)
         self.close(request_id)
@@ -181,7 +180,7 @@ class RandomCluster(RuleBasedStateMachine):
         if request_id not in self.open:
             assert self.conductor.prefilled(request_id, self.now) is None
             self.conductor.first_token(request_id, self.now)
-            self.conductor.finished(request_id, self.now, 10**9)
+            self.conductor.finished(request_id, self.now)
             self.conductor.cancelled(request_id, self.now)
 
     @rule(
@@ -249,7 +248,7 @@ class RandomCluster(RuleBasedStateMachine):
             assert not each.open
         assert not self.conductor.state.prefilling
         assert not self.conductor.state.decoding
-        assert len(self.conductor._pending) == 0
+        assert len(self.conductor.state.pending) == 0
 
 
 RandomCluster.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

@@ -4,9 +4,9 @@ import pytest
 from conductor_parts import cluster, instance, request
 
 from longctx.cluster.conductor.config import RoleConfig
-from longctx.cluster.conductor.decision import Assignment, RoleChange
-from longctx.cluster.conductor.load import Loads
-from longctx.cluster.conductor.roles import Candidate, RoleRule
+from longctx.cluster.conductor.overload import Loads
+from longctx.cluster.conductor.request import Assignment, RoleChange
+from longctx.cluster.conductor.upkeep import Candidate, RoleRule
 
 CONFIG = RoleConfig(high=0.9, low=0.4, seconds=10.0, cool_down=30.0)
 PREFILL_SHORT, DECODE_SHORT, EVEN = Loads(1.5, 0.1), Loads(0.1, 1.5), Loads(0.7, 0.7)
@@ -89,7 +89,7 @@ def test_a_conductor_changes_roles_and_the_old_work_goes_on() -> None:
     assert all(conductor.role_change(float(now)) is None for now in range(3, 30))
     for i in range(9):
         conductor.prefilled(f"r{i}", 30.0)
-        conductor.finished(f"r{i}", 30.0, 10)
+        conductor.finished(f"r{i}", 30.0)
     assert change.instance not in {each.assignment.decode for each in conductor.state.decoding.values()}
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.load import Loads
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.overload import Loads
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 
 
 class Sample(NamedTuple):
@@ -70,7 +69,7 @@ class TwoPools:
             self.plan(now + self._decode_seconds(number), lambda now: self._finished(assignment, now))
 
     def _finished(self, assignment: Assignment, now: float) -> None:
-        self.conductor.finished(assignment.request_id, now, 10)
+        self.conductor.finished(assignment.request_id, now)
         self.completed.append(assignment.request_id)
 
     def _sample(self, now: float) -> None:

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from longctx.cluster.launcher import supervised
-from longctx.cluster.launcher.back_off import BackOff
-from longctx.cluster.launcher.launched import Address, Launched
-from longctx.cluster.launcher.processes import ProcessLauncher
-from longctx.cluster.launcher.static import StaticLauncher
+from longctx.cluster.launcher.launcher import Address, Launched, ProcessLauncher, StaticLauncher
+from longctx.cluster.launcher.supervised import BackOff
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -26,7 +24,7 @@ PARENT = """
 import sys, time
 sys.path[:0] = [{here!r}]
 from test_launched_processes import launched
-from longctx.cluster.launcher.processes import ProcessLauncher
+from longctx.cluster.launcher.launcher import ProcessLauncher
 launcher = ProcessLauncher(launched("one", "two"))
 urls = [each.url for each in launcher.start()]
 while not all(each.pid for each in launcher.processes.values()):

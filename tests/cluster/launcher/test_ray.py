@@ -11,9 +11,8 @@ import pytest
 from test_launched_processes import HERE, ROOT, answer, command, is_alive, wait_until
 
 from longctx.cluster.config import RayOptions
-from longctx.cluster.launcher.launched import Address, Launched
-from longctx.cluster.launcher.ray_host import RayHost
-from longctx.cluster.launcher.ray_launcher import RayLauncher
+from longctx.cluster.launcher.launcher import Address, Launched
+from longctx.cluster.launcher.ray_launcher import RayHost, RayLauncher
 
 try:
     import ray

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.tiers import TIERS, Tier
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 from longctx.serving.server.kv_events import (
     KIND,
     AllBlocksCleared,
@@ -17,7 +16,6 @@ from longctx.serving.server.kv_events import (
     EventBatch,
 )
 from longctx.serving.server.kv_publisher import KvPublisher
-from longctx.serving.server.kv_snapshot import KvSnapshot
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 ANY = "tcp://127.0.0.1:*"
@@ -46,7 +44,7 @@ class Instance:
     """Publishes events of blocks, and knows which there are."""
 
     def __init__(self, endpoint: str = ANY, replay: str | None = ANY, topic: str = "") -> None:
-        self.publisher = KvPublisher(endpoint, replay, topic, KvSnapshot())
+        self.publisher = KvPublisher(endpoint, replay, topic)
         self.held: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
 
     @property

@@ -8,10 +8,8 @@ from cluster.prefix_index.publishers import removed, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cluster.prefix_index.events import Batch, MalformedMessage, Removed, decode
+from longctx.cluster.prefix_index.events import Batch, MalformedMessage, Removed, decode, update_index
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.indexer.indexer import KvIndexer, Publisher
-from longctx.cluster.prefix_index.listeners import IndexUpdater
 from longctx.serving.server.kv_events import AllBlocksCleared, EventBatch
 
 REAL = msgspec.msgpack.encode(
@@ -37,14 +35,9 @@ EVENTS = st.one_of(
 
 
 def take(payload: bytes) -> None:
-    """Decode a message, and have an index and an indexer take it."""
-    index, indexer = PrefixIndex(), KvIndexer()
-    publisher = Publisher("a", "default", 0, "m", 4)
-    indexer.register(publisher)
+    """Decode a message, and update an index by it."""
     with contextlib.suppress(MalformedMessage):
-        batch = decode(payload)
-        IndexUpdater(index).take("a", batch, payload)
-        indexer.take(publisher.name, batch, payload)
+        update_index(PrefixIndex(), "a", decode(payload), 1000)
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,5 +74,5 @@ def test_events_of_a_message_are_joined_once() -> None:
     events = [Removed("host", Counted([i])) for i in range(100)]
     index = PrefixIndex()
     index.store("a", "host", range(101))
-    IndexUpdater(index).take("a", Batch(0.0, [*events, Removed("device", [100])], None, 0), b"")
+    update_index(index, "a", Batch([*events, Removed("device", [100])], 0), 1000)
     assert (index.num_blocks, Counted.reads) == (1, 100)

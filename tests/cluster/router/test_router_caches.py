@@ -9,10 +9,6 @@ from routed import TEXT, Routed, members_of, routed
 from served import Served, served
 
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.listeners import IndexUpdater
-from longctx.cluster.prefix_index.reader import KvEventReader
-from longctx.cluster.router.server import RouterSettings
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server.observers import ObserverSettings
 from longctx.serving.server.settings import ServerSettings
@@ -108,24 +104,6 @@ def test_a_prefix_comes_from_who_has_it(three: list[Served]) -> None:
         expected = post(three[2], body(long + "more", cache_salt="alone")).json()
         assert again["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
         assert first["choices"][0]["token_ids"]
-
-
-def test_one_stream_has_the_events_of_all(three: list[Served]) -> None:
-    anywhere = "tcp://127.0.0.1:*"
-    settings = RouterSettings(kv_events=anywhere, kv_events_replay=anywhere)
-    with routed(members_of(three, "bbb"), router=settings) as router:
-        where = router.client().get("/server_info").json()["kv_events"]
-        index, reader = PrefixIndex(), None
-        try:
-            reader = KvEventReader(IndexUpdater(index))
-            reader.add("all", where["endpoint"], where["replay"])
-            ask(router, "merged " + TEXT * 4)
-            wait_indexed(router, three)
-            known = router.server.index.num_blocks
-            router.wait_until("it knows as much", lambda: index.num_blocks == known)
-        finally:
-            if reader is not None:
-                reader.close()
 
 
 def test_cold_blocks_leave_instances_that_are_full() -> None:

@@ -61,8 +61,8 @@ def test_a_dead_sender_leaves_the_prefix_to_be_computed() -> None:
 
 def _fetch_from_p0(request, matches, pool, now, context):  # type: ignore[no-untyped-def]
     """The first request goes to p0; those after it to p1, which fetches what p0 has."""
-    from longctx.cluster.conductor.decision import Transfer
     from longctx.cluster.conductor.policy import Choice
+    from longctx.cluster.conductor.request import Transfer
 
     found = matches.get("p0", 0) * context.block_size
     if not found or len(pool) == 1:

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from cluster_cases import check_each_once, decode, prefill, serve, workload
 
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSimulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -80,17 +79,3 @@ def test_urgent_requests_are_accepted_where_others_are_not() -> None:
     record = simulation.run(requests, priority=lambda request: request.number % 2)
     assert record.rejected
     assert not [each for each in record.rejected if each.number % 2]
-
-
-def test_a_sample_of_decisions_is_run_forward() -> None:
-    audit = ShadowAudit(rejections=1.0, admissions=0.2)
-    simulation = ClusterSimulation(cluster(), ConductorConfig(admission="early_rejection", tpot=TPOT))
-    record = simulation.run(crowd(), audit=audit)
-    totals = record.audit
-    assert totals is not None
-    assert totals.rejections == totals.rejections_audited == len(record.rejected) > 0
-    assert 0 <= totals.rejections_wrong <= totals.rejections
-    assert 0 < totals.admissions_audited < totals.admissions
-    assert totals.simulated_ttft == pytest.approx(totals.ttft, rel=0.3)
-    plain = ClusterSimulation(cluster(), simulation.config).run(crowd())
-    assert plain.served == record.served  # looking changes nothing

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from longctx.cluster.conductor.instance import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.schemas import InstanceBody, RegisterBody, RoleBody
 from longctx.cluster.router.server import RouterServer

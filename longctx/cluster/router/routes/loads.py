@@ -63,7 +63,6 @@ def loads_router(server: RouterServer) -> APIRouter:
                 "admission": str(config.admission),
                 "ttft": config.ttft,
                 "tpot": config.tpot,
-                "kv_events": server.feed.endpoints,
                 "time": time.time(),
             }
         )

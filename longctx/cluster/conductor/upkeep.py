@@ -1,6 +1,7 @@
-"""`RoleRule`: which instance changes from prefill to decode or back, by load.
+"""Changes that a conductor makes between requests: the roles of instances by load, and the swapping out of cold blocks.
 
-Source: Mooncake 7.1.1 leaves it to future work ("more flexible deployment and conversion methods"); the rule is ours.
+Source: Mooncake, sections 1.1 and 3 (cold blocks). Of roles 7.1.1 says only "more flexible deployment and conversion
+methods", as future work; the rule is ours.
 """
 
 from collections import Counter
@@ -8,10 +9,14 @@ from collections.abc import Iterable
 from math import inf
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.config import RoleConfig
-from longctx.cluster.conductor.decision import RoleChange
-from longctx.cluster.conductor.load import Loads, loads
+import numpy as np
+
+from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
+from longctx.cluster.conductor.instance import InstanceSpec
+from longctx.cluster.conductor.overload import Loads, loads
+from longctx.cluster.conductor.request import RoleChange
 from longctx.cluster.conductor.state import ClusterState
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 
 Pool = Literal["prefill", "decode"]
 
@@ -90,3 +95,53 @@ def candidates(state: ClusterState, now: float) -> list[Candidate]:
             seconds = each.queue(now) if is_prefill else each.tbt(each.expected)
             found.append(Candidate(name, each.role, own[name], seconds, not each.is_draining, not other[name]))
     return found
+
+
+class Swap(NamedTuple):
+    """Blocks that an instance should move out of a tier: to the next one that it has, or nowhere.
+
+    Attributes:
+      keys: uint64 `[blocks]`.
+    """
+
+    instance: str
+    keys: np.ndarray
+    tier: Tier
+
+
+class Swapper:
+    """Finds cold blocks on instances whose tiers are nearly full.
+
+    Blocks that other instances have too go first, then the longest unused ones, wherever requests would find them. A
+    block leaves one instance at a time, as the last replica would go with the others else.
+    """
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self._config = config
+        self._last: set[int] = set()  # what was to be swapped last time; KV events say later that it has been
+
+    def swaps(self, specs: Iterable[InstanceSpec], index: PrefixIndex, now: float) -> list[Swap]:
+        """What should be swapped out now."""
+        found, going = [], set[int]()
+        for spec in specs:
+            for tier, room in zip(TIERS, spec.cache_blocks, strict=True):
+                blocks = index.blocks(spec.name, tier)
+                if not room or blocks <= self._config.swap_above * room:
+                    continue
+                count = blocks - int(self._config.swap_below * room)
+                keys = self._coldest(spec.name, tier, index, count, going, now)
+                if keys:
+                    going.update(keys)
+                    found.append(Swap(spec.name, np.array(keys, np.uint64), tier))
+        self._last = going
+        return found
+
+    def _coldest(self, name: str, tier: Tier, index: PrefixIndex, count: int, going: set[int], now: float) -> list[int]:
+        before, away = now - self._config.swap_seconds, going | self._last
+        keys: dict[int, None] = {}  # in order
+        for held_by in (2, 1):
+            limit = count + len(away) if held_by == 2 else count + len(away) + len(keys)
+            for key in index.cold(name, tier, before, limit, held_by).tolist():
+                if len(keys) < count and key not in away:
+                    keys[key] = None
+        return [*keys]

@@ -1,0 +1,148 @@
+"""Launchers of a cluster's instances: as processes of this machine, or none for instances that run already."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from longctx.cluster.conductor.instance import Role
+from longctx.cluster.launcher.supervised import Command, Supervised
+
+_HOST = "127.0.0.1"
+
+MakeCommand = Callable[[str, int, Sequence[str]], Sequence[str]]
+"""Makes the command of an instance, from the host and port at which it is to listen, and the hosts of all instances."""
+
+
+class Launched(NamedTuple):
+    """Instance that is to be started.
+
+    Attributes:
+      name: no other one has it.
+      command: see `MakeCommand`.
+      environment: more variables, where the router's own machine runs it. members: the same of each process of an
+        instance of several, which are told their place by `--coordinator` and the like.
+      files: that the command names, such as secrets, which have to be where it runs.
+    """
+
+    name: str
+    role: Role
+    command: MakeCommand
+    files: tuple[str, ...] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+    members: tuple[Mapping[str, str], ...] = ()
+
+
+class Address(NamedTuple):
+    """URL at which an instance is reached, once it is ready."""
+
+    name: str
+    role: Role
+    url: str
+
+
+Moved = Callable[[Address], object]
+"""Function that is called with an instance that was started again at another address; from any thread."""
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Component that starts instances, and starts again those that end.
+
+    Attributes:
+      moved: see `Moved`.
+    """
+
+    moved: Moved
+
+    def start(self) -> list[Address]:
+        """Start all, and return before they are ready; RuntimeError: they can't be started."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why an instance will never be there; None: there is none."""
+        ...
+
+    def close(self) -> None:
+        """End all, and wait until they are gone."""
+        ...
+
+
+class StaticLauncher:
+    """Launcher of instances that run already, started by Slurm or Kubernetes: it starts and ends none."""
+
+    problem: str | None = None
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._addresses = list(addresses)
+        self.moved: Moved = lambda address: None
+
+    def start(self) -> list[Address]:
+        """Return their addresses."""
+        return self._addresses
+
+    def close(self) -> None:
+        """Do nothing: they go on."""
+
+
+class ProcessLauncher:
+    """Launcher of instances as processes of this machine.
+
+    Each has the same port whenever it is started again. They end with this process, however that ends. An instance of
+    several processes is started and ends as one.
+
+    Args:
+      instances: that it starts.
+      others: that run already.
+    """
+
+    def __init__(self, instances: Sequence[Launched], others: Sequence[Address] = ()) -> None:
+        self._instances, self._others = list(instances), list(others)
+        self._held: list[socket.socket] = []
+        self.moved: Moved = lambda address: None  # they never do
+        self.processes: dict[str, Supervised] = {}
+
+    def start(self) -> list[Address]:
+        """Start all, and return before they are ready."""
+        addresses = [*self._others]
+        for each in self._instances:
+            port = self._reserve()
+            commands = [Command(each.command(_HOST, port, (_HOST,)), each.environment)]
+            if each.members:
+                commands = _commands(each, commands[0], f"{_HOST}:{self._reserve()}")
+            process = self.processes[each.name] = Supervised(each.name, *commands)
+            process.start()
+            addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
+        return addresses
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why an instance will never be there; None: there is none."""
+        return next((each.problem for each in self.processes.values() if each.problem is not None), None)
+
+    def close(self) -> None:
+        """End all, and wait until they are gone."""
+        for each in self.processes.values():
+            each.begin_to_end()
+        for each in self.processes.values():
+            each.close()
+        for held in self._held:
+            held.close()
+
+    def _reserve(self) -> int:
+        """Reserve a port by a socket that holds it and does not listen."""
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_HOST, 0))
+        self._held.append(held)
+        return int(held.getsockname()[1])
+
+
+def _commands(instance: Launched, command: Command, coordinator: str) -> list[Command]:
+    """Make the command of each process of an instance of several."""
+    group = [f"--coordinator={coordinator}", f"--num-processes={len(instance.members)}"]
+    return [
+        Command([*command.arguments, *group, f"--process-id={i}"], {**command.environment, **member})
+        for i, member in enumerate(instance.members)
+    ]
