@@ -13,10 +13,12 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import AdmissionName, ConductorConfig, PrefillLoad
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.simulation import Simulation
 from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
 from longctx.simulation.figures.mooncake_runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -159,7 +161,9 @@ def serve(
     if admission == "none":  # who finds no memory where it decodes waits in that host's
         instances = [dataclasses.replace(each, is_patient=True) for each in instances]
     lost = None if give_up is None else _Lost(give_up, len(requests) // 10)
-    record = ClusterSimulation(instances, config, settings).run(requests, seed, progress=lost)
+    simulation = Simulation(instances, Conductor(config, PrefixIndex()), settings)
+    record = simulation.run(requests, seed, progress=lost, keep_steps=False)
+    assert isinstance(record, ClusterRecord)
     return Outcome.of(record, len(requests))
 
 
