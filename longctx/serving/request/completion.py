@@ -128,6 +128,16 @@ class Completion:
             self.text += piece
         return piece, reason
 
+    def advance(self, times: np.ndarray, longest: float) -> None:
+        """Count tokens whose values are not needed, and none of which ends the completion.
+
+        Args:
+          times: when they came, in seconds, float64 `[tokens]`.
+          longest: of the seconds between two of them.
+        """
+        self.num_known += len(times)
+        self.metrics.note_tokens(len(times), float(times[0]), float(times[-1]), longest)
+
     def extend_keys(self, keys: "list[Key]", page_hash: "PageHash") -> None:
         """Append the keys of its full pages that `keys` does not have yet."""
         page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))

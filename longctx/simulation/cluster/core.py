@@ -177,7 +177,7 @@ class ClusterCore(Instance):
 
     def decodes(self) -> tuple[int, int]:
         """sub-requests whose prompts have been read, here or elsewhere, and the tokens of their contexts in all."""
-        done = 0 if self._run is None else self._run.periods_until(self._loop.now)
+        done = 0 if self._repeated is None else self._repeated.periods_until(self._loop.now)
         count = tokens = 0
         for sub, sequence in self._subs.values():
             if sub.part == "answer" or sequence.length > sequence.prompt_length:
@@ -266,7 +266,7 @@ class ClusterCore(Instance):
                 sub.listener.first_token(sub)
 
     def _prompts(self, batch: Batch) -> list[tuple[SubRequest, Chunk]]:
-        """Return the chunks of prompts that are read here, with their sub-requests; without those that were cancelled."""
+        """Return the chunks of prompts that are read here with their sub-requests, unless these were cancelled."""
         found = []
         for chunk in reversed(batch.chunks):
             if chunk.decodes:

@@ -101,6 +101,11 @@ class TokenlessCompletion(Completion):
             self.times.append(now)
         return "", "length" if self.num_known == self._last else None
 
+    def advance(self, times: np.ndarray, longest: float) -> None:
+        super().advance(times, longest)
+        if self.times is not None:
+            self.times.append(times)  # the same array for all sequences of a batch
+
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
         """Nobody reads the events of tokens, but the last one."""
         return _A_TOKEN if reason is None else super().event(text, token, reason)

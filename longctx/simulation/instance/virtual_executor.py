@@ -105,6 +105,22 @@ class VirtualExecutor:
             self._in_stages[0].ready = self.free
         return pending
 
+    def advance(self, first: int, ready: Callable[[int], float], now: float, free: float) -> None:
+        """Advance as if the last batches, which have been advanced (`Batch.advance`), had just been submitted.
+
+        Args:
+          first: the number of the first of them.
+          ready: when a batch leaves the last stage, by its number; infinite if it has not entered that.
+          now: virtual seconds.
+          free: when the last tick ends.
+        """
+        self.recent = deque((entry for entry in self.recent if entry[0].index >= first), self.recent.maxlen)
+        for batch, pending in self.recent:
+            pending.ready = ready(batch.index)
+            if batch.chunks:
+                pending.seconds = batch.predicted
+        self.now, self.free = now, free
+
     def wait(self, pending: Pending) -> Results:
         """Move the clock to the end of a batch.
 
