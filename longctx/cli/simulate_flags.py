@@ -17,8 +17,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
-from longctx.simulation.baseline_deployment import BaselineDeployment
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.deployment import BaselineDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
 

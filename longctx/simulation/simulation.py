@@ -89,7 +89,7 @@ class Simulation:
         settings: ClusterSettings | None = None,
         changes: List[Change] = (),
     ) -> None:
-        self.instances = list(instances)
+        self.instances: list[Server | ClusterInstance] = list(instances)
         names = [instance.name for instance in self.instances]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"instances must be at least one, with names of their own, got {names}")

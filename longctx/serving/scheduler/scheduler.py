@@ -172,10 +172,12 @@ class Scheduler:
     def only_decodes(self) -> bool:
         """Whether steps decode all running sequences and nothing else, until one of them ends or needs a page."""
         running, slots = self.running, self.running.slots
-        can_admit = bool(self.waiting) and (bool(slots.free) or self.is_optimistic)
-        is_settled = self.admission.blocked is None and not (running.prefilling or slots.resting or can_admit)
-        is_plain = self.plan.context == 1 and self.stores is None and bool(running.decoding)
-        return is_plain and is_settled and self.chunker.predictor.is_confirmed and self.forecast.factor == 1.0
+        if running.prefilling or not running.decoding or slots.resting:
+            return False
+        if (self.waiting and (slots.free or self.is_optimistic)) or self.admission.blocked is not None:
+            return False
+        is_plain = self.plan.context == 1 and self.stores is None and self.forecast.factor == 1.0
+        return is_plain and self.chunker.predictor.is_confirmed
 
     def advance(self, times: int, batches: Iterable[Batch], predicted: List[float]) -> None:
         """Advance as if the decodes of the last batches, one a stage, had been planned so many more times.

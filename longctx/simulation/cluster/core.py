@@ -15,7 +15,7 @@ from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.instance.tokenless_executor import has_prompts
+from longctx.simulation.instance.virtual_executor import has_prompts
 from longctx.simulation.workloads import WorkloadRequest
 
 _TAIL = b"tail"  # stands for the key of a last, partial page

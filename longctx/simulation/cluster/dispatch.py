@@ -108,9 +108,19 @@ class ActiveRequest:
             cluster.record.num_deferred += 1
             cluster.loop.at(now + max(rejection.retry_after, cluster.settings.least_retry), self.assign)
         else:
-            times, prompt = (self.due, now - cluster.start), self.request.prompt_tokens
-            reasons = rejection.stage, rejection.bound, rejection.ttft, rejection.tbt, rejection.load
-            cluster.record.rejected.append(Rejected(self.request.number, *times, *reasons, prompt, self._num_deferred))
+            rejected = Rejected(
+                self.request.number,
+                self.due,
+                now - cluster.start,
+                rejection.stage,
+                rejection.bound,
+                rejection.ttft,
+                rejection.tbt,
+                rejection.load,
+                self.request.prompt_tokens,
+                self._num_deferred,
+            )
+            cluster.record.rejected.append(rejected)
             cluster.on_end(self)
 
     def take(self, part: TokenlessCompletion) -> None:

@@ -21,11 +21,10 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.event_loop import EventLoop, Link
-from longctx.simulation.instance.device_speed import DeviceSpeed
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.repeated_steps import RepeatedSteps, RepetitionFinder
 from longctx.simulation.instance.tokenless import make_sequence
-from longctx.simulation.instance.tokenless_executor import TokenlessExecutor
+from longctx.simulation.instance.virtual_executor import DeviceSpeed, TokenlessExecutor
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier
 from longctx.simulation.record import Totals
 from longctx.simulation.server import OnEnd

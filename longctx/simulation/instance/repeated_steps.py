@@ -39,11 +39,10 @@ class RepetitionFinder:
 
     def find(self) -> "RepeatedSteps | None":
         """Return the repetition that begins now, when a step has begun; None: the next steps may differ."""
-        periods = self.core.repeats
-        if not periods:
+        if not self.core.scheduler.only_decodes:
             self._seen.clear()
             return None
-        if not self._repeats() or periods < _LEAST:
+        if not self._repeats() or (periods := self.core.repeats) < _LEAST:
             return None
         steps = RepeatedSteps(self, periods)
         return steps if steps.is_even else None
