@@ -35,7 +35,7 @@ _UNITS = {
 }
 # How a description may refer to another one.
 _AS_ELSEWHERE = re.compile(r"\b(as|like) (for|in|of|to|`)|\bthose of\b|\bthat of\b|`plan_|what `")
-_SAYS_RESULT = re.compile(r"(A|All|An|Bytes|FLOP|How|One|Seconds|The|What|Whether|Which|Who)\b")
+_SAYS_RESULT = re.compile(r"(A|All|An|Bytes|FLOP|How|One|Return|Seconds|The|What|Whether|Which|Who)\b")
 
 
 def check(item: Documented) -> None:

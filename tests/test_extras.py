@@ -104,7 +104,7 @@ CALLS = {
     "transfer": ["from longctx.cluster.transfer import PageSender"],
     "mooncake": [
         "from longctx.cluster.transfer.mooncake import make_engine; make_engine('127.0.0.1')",
-        "from longctx.cluster.transfer.mooncake_store import open_store; open_store('mooncake://127.0.0.1:1')",
+        "from longctx.cluster.transfer.mooncake import open_store; open_store('mooncake://127.0.0.1:1')",
     ],
     "cluster": [
         "from longctx.cluster.launcher.ray_launcher import RayLauncher; RayLauncher([], None)",

@@ -33,7 +33,7 @@ LAYERS = [
     ["cluster.conductor"],
     ["cluster.config", "cluster.join"],
     ["cluster.launcher"],
-    ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
+    ["cluster.peers"],
     ["cluster.prefill"],
     ["cluster.engine_messenger"],
     ["cluster.engine_transfers"],

@@ -27,7 +27,7 @@ from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launcher import Address, Launched, Launcher, ProcessLauncher, StaticLauncher
-from longctx.cluster.router.app import make_router_app
+from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate

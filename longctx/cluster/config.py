@@ -1,4 +1,4 @@
-"""`read_cluster`: a cluster's file, `cluster.toml`: its conductor's settings, its instances, and who starts them."""
+"""`read_cluster`: a cluster's file, `cluster.toml`, with the settings of its conductor, instances and launcher."""
 
 import difflib
 import math
@@ -17,7 +17,7 @@ from longctx.serving.validation import check_integer, check_real
 
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
-"""Who starts the instances: the router's own machine, a Ray cluster, or somebody else."""
+"""Launchers of the instances: the router's own machine, a Ray cluster, or none for instances that run already."""
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
 _MOST = 1024  # instances
@@ -32,7 +32,7 @@ _SWITCHES = ("prefix_cache", "roles_change", "swaps")
 
 @dataclass(frozen=True)
 class InstanceEntry:
-    """An instance of a cluster.
+    """Instance of a cluster.
 
     Attributes:
       name: no other one has it.
@@ -52,7 +52,7 @@ class InstanceEntry:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What each instance gets on a Ray cluster.
+    """Resources of each instance on a Ray cluster.
 
     Attributes:
       address: of the cluster; None: one is started on this machine.
@@ -68,12 +68,12 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A cluster.
+    """Cluster as its file describes it.
 
     Attributes:
       instances: those that are there from the beginning; others may register.
       conductor: how requests are placed, and which are rejected.
-      launcher: who starts the instances without a URL.
+      launcher: of the instances without a URL.
       report_seconds: between two looks at each instance.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       engine: flags of `longctx serve`, by their names, for every instance.
@@ -92,7 +92,7 @@ class ClusterFile:
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, role: Role) -> int:
-        """How many instances have a role."""
+        """Count the instances of a role."""
         return sum(each.role == role for each in self.instances)
 
 
@@ -100,6 +100,7 @@ def read_cluster(path: Path, launcher: Launcher | None = None) -> ClusterFile:
     """Read a cluster's file.
 
     Args:
+      path: of the file.
       launcher: instead of the file's.
 
     Raises:
@@ -119,7 +120,7 @@ def read_cluster(path: Path, launcher: Launcher | None = None) -> ClusterFile:
 
 
 def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None) -> ClusterFile:
-    """The cluster of a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
+    """Parse a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
     _check_keys("", contents, (*_TABLES, "instances"))
     for name in _TABLES:
         if not isinstance(contents.get(name, {}), dict):
@@ -180,7 +181,7 @@ def _read_instances(entries: Any, launcher: Launcher) -> tuple[InstanceEntry, ..
 def _read_entry(
     place: str, entry: Mapping[str, Any], launcher: Launcher, numbers: Counter[str]
 ) -> Iterable[InstanceEntry]:
-    """The instances of an entry; `numbers`: how many of each role had no name of their own so far."""
+    """Yield the instances of an entry; `numbers` counts those of each role without a name of their own."""
     _check_keys(place, entry, ("name", "role", "count", "url", "flags", "devices", "processes"))
     role, name, url, flags = entry.get("role"), entry.get("name"), entry.get("url"), entry.get("flags", {})
     if role not in ROLES:
@@ -212,7 +213,7 @@ def _read_entry(
 
 
 def _read_devices(place: str, found: Any, count: int, launcher: Launcher) -> list[tuple[int, ...]]:
-    """The devices of each of `count` instances: as many of them, in order."""
+    """Share out devices to `count` instances, equally and in order."""
     if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
         raise ValueError(f"{place}devices must be numbers of GPUs, got {found!r}")
     if found and launcher != "processes":
@@ -224,7 +225,7 @@ def _read_devices(place: str, found: Any, count: int, launcher: Launcher) -> lis
 
 
 def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry]) -> None:
-    """All instances exchange pages, so they have one model."""
+    """Raise ValueError unless all instances have one model, as they exchange pages."""
     for each in instances:
         for name in ("model", "dtype", "page_size", "page-size"):
             if name in each.flags and each.flags[name] != engine.get(name):

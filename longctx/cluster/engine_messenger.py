@@ -1,4 +1,4 @@
-"""`EngineMessenger`: what sends and fetches pages in each process of an engine, and where the others of them are.
+"""`EngineMessenger`: sends and fetches pages in each process of an engine.
 
 Each process sends the pages of its own devices, and fetches what these want. The first one decides what is fetched
 from where, and tells the others (`orders.Located`).
@@ -11,27 +11,60 @@ import ipaddress
 from collections.abc import Sequence as List
 from typing import Any
 
-from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.prefill.source import RemotePrefill
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
+from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
-from longctx.cluster.transfer.remote_source import RemoteSource
+from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.kv_cache.connector import LeasedSource, PageFetch
+from longctx.serving.engine.page_traffic import LEASE_SECONDS
+from longctx.serving.engine.step_driver import StepDriver
+from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_parts import process_part
 
 MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
-"""What carries pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
+"""Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
 _MOST_SECONDS = 3600.0  # a process waits for pages until the first one has its own
 _LATE_SECONDS = 30.0  # and then for so long after each block
 
 
+class EngineExporter:
+    """`Exporter` of an engine's leases. Any thread may call it; nothing waits for a step.
+
+    Args:
+      layout: of the engine's pages.
+    """
+
+    def __init__(self, engine: StepDriver, layout: PageLayout) -> None:
+        self._pages, self._layout, self._now = engine.pages, layout, engine.now
+
+    def open(self, lease_id: str) -> Lease:
+        """Find a lease; while its request runs, its pages are not known yet. Raises LeaseGone."""
+        lease = self._pages.lease(lease_id)
+        pages = [*lease.pages, *[0] * (len(lease.keys) - len(lease.pages))]
+        tail = lease.total % self._layout.page_size
+        return Lease(lease_id, list(lease.keys), pages, tail, lease.total, self._layout, self._now() + LEASE_SECONDS)
+
+    def num_ready(self, lease_id: str) -> int:
+        """Count leading pages that are complete. Raises LeaseGone."""
+        return len(self._pages.lease(lease_id).pages)
+
+    def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
+        """Begin to read complete pages `first` to `stop`, of these layers at least. Raises LeaseGone."""
+        return self._pages.read(lease_id, first, stop, layers)
+
+    def release(self, lease_id: str) -> None:
+        """End a lease."""
+        self._pages.release(lease_id)
+
+
 class EngineMessenger:
-    """The sender and the receiver of one process of an engine; every process has to make one.
+    """Sender and receiver of one process of an engine; every process has to make one.
 
     Args:
       ip, port: where others fetch pages; port 0: any free one. Of several processes of one host each has the next port.
@@ -103,26 +136,26 @@ class EngineMessenger:
     # In the first process.
 
     def source(
-        self, addresses: List[str], lease_id: str, deadline: float | None = None, patience: float = 0.0
+        self, addresses: List[str], lease_id: str, deadline: float | None = None, lease_timeout: float = 0.0
     ) -> LeasedSource:
-        """The pages of a lease, which all processes fetch; see `PageReceiver.source`."""
+        """Make the source of the pages of a lease, which all processes fetch; see `PageReceiver.source`."""
         if not self.followers:
-            return self.receiver.source(addresses, lease_id, deadline=deadline, patience=patience)
-        inner = self.receiver.source(addresses, lease_id, release=False, deadline=deadline, patience=patience)
+            return self.receiver.source(addresses, lease_id, deadline=deadline, lease_timeout=lease_timeout)
+        inner = self.receiver.source(addresses, lease_id, release=False, deadline=deadline, lease_timeout=lease_timeout)
         return _LedSource(self, inner)
 
     def tell(self, source: "_LedSource", inner: RemoteSource) -> None:
         """Let the other processes fetch their parts, too."""
         self._led[inner.lease_id] = source
-        place = {"addresses": inner.addresses, "deadline": inner.deadline, "patience": inner.patience}
+        place = {"addresses": inner.addresses, "deadline": inner.deadline, "lease_timeout": inner.lease_timeout}
         self._pages.locate(inner.lease_id, place)
 
     def forget(self, lease_id: str) -> None:
-        """Nobody wants the pages of a lease any more."""
+        """Note that the pages of a lease are not needed any more."""
         self._led.pop(lease_id, None)
 
     def _note_fetched(self, lease_id: str, is_everywhere: bool) -> None:
-        """A load has ended here, or in all processes: who has sent its pages may drop them only then."""
+        """Note that a load has ended here, or in all processes: its sender may drop its pages only then."""
         if not is_everywhere:
             self._pages.locate(lease_id, None)
         elif (source := self._led.pop(lease_id, None)) is not None:
@@ -132,7 +165,7 @@ class EngineMessenger:
 
     def open(self, lease_id: str) -> RemotePrefill:
         source = self._followed[lease_id] = RemotePrefill(lambda: None)
-        source.patience = _MOST_SECONDS
+        source.page_timeout = _MOST_SECONDS
         return source
 
     def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
@@ -141,10 +174,10 @@ class EngineMessenger:
             return  # its request has ended
         if place is None:
             source.settle()
-            source.patience = _LATE_SECONDS
+            source.page_timeout = _LATE_SECONDS
         elif source.end():  # where the first process asked before, and got nothing
             inner = self.receiver.source(
-                place["addresses"], lease_id, False, deadline=place["deadline"], patience=place["patience"]
+                place["addresses"], lease_id, False, deadline=place["deadline"], lease_timeout=place["lease_timeout"]
             )
             source.begin(_FollowedSource(inner), _MOST_SECONDS)
 
@@ -155,7 +188,7 @@ class EngineMessenger:
 
 
 class _LedSource:
-    """A source of the first process, which tells the others when a load begins to fetch."""
+    """Source of the first process, which tells the others when a load begins to fetch."""
 
     def __init__(self, messenger: EngineMessenger, inner: RemoteSource) -> None:
         self._messenger, self._inner = messenger, inner
@@ -170,7 +203,7 @@ class _LedSource:
 
 
 class _FollowedSource:
-    """A source of another process: the first one says when nobody needs the lease."""
+    """Source of another process: the first one says when the lease is not needed any more."""
 
     def __init__(self, inner: RemoteSource) -> None:
         self._inner = inner

@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
-from longctx.cluster.prefill.dispatcher import PrefillDispatcher, count_here
+from longctx.cluster.prefill.dispatcher import PrefillDispatcher, breaks_tpot, count_here
 from longctx.cluster.prefill.instance import PrefillInstance
-from longctx.cluster.prefill.named import NamedReaders
 from longctx.cluster.server_url import host_port
-from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.engine.thread import Received
@@ -33,12 +31,11 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
-_HOST = re.compile(r"[\w.:%-]{1,255}")
 _RETRY = 1.0  # seconds after which another instance, or this one, may have room
 
 
 class EngineTransfers:
-    """Sends and fetches pages for an engine, as the `Transfers` of its server.
+    """`Transfers` of a server: sends and fetches pages for its engine.
 
     Of an engine of several processes it is the first one's; each of the others has an `EngineMessenger` alone.
 
@@ -72,12 +69,10 @@ class EngineTransfers:
             self._peers = Peers(peers, messenger.host)
             instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
             self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
-            self.dispatcher = None
-            if instances:
-                self.dispatcher = PrefillDispatcher(engine, instances, messenger.source, inline_tokens)
-                stack.callback(self.dispatcher.close)
-            self.named = NamedReaders(engine, self._source_at, self.check_peer)
-            stack.callback(self.named.close)
+            self.dispatcher = PrefillDispatcher(
+                engine, instances, messenger.source, self._source_at, self.check_peer, inline_tokens
+            )
+            stack.callback(self.dispatcher.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None
         layout, fingerprint = engine.page_identity
@@ -87,13 +82,13 @@ class EngineTransfers:
         self.num_refused = 0
 
     def lease(self, wanted: str | None) -> str:
-        """The id of a new lease: the one that a peer wants, if nobody could guess it; else a random one. ApiError."""
+        """Return the id of a new lease: a peer's, if it is one of random bits, else a new one. ApiError."""
         if self.role == "decode":
             raise ApiError(400, f"{_NAME}: this server reads no prompts for others (--role decode)", _NAME)
         return wanted if wanted is not None and _LEASE.fullmatch(wanted) else make_lease_id()
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """`kv_transfer_params` of the answer of a request with a lease."""
+        """Make `kv_transfer_params` of the answer of a request with a lease."""
         followers = {"remote_followers": self._messenger.followers} if self._messenger.followers else {}
         return followers | {
             "do_remote_prefill": True,
@@ -108,7 +103,7 @@ class EngineTransfers:
         }
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
-        """What was sent along with a request, see `Transfers`."""
+        """Take what was sent along with a request, see `Transfers`."""
         if self.role == "prefill":
             raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
@@ -143,7 +138,7 @@ class EngineTransfers:
         prepared: PreparedRequest,
         headers: Mapping[str, str],
     ) -> Received | None:
-        """What a request that another server sends begins with, see `Transfers`."""
+        """Return what a request that another server sends begins with, see `Transfers`."""
         handoff = None if params is None or params.handoff is None else _read_handoff(params.handoff)
         if handoff is not None and any(each.lease is not None for each in handoff.completions):
             assert params is not None
@@ -157,17 +152,17 @@ class EngineTransfers:
             wanted, prefix = prefill.prefix, None
             if prefill.url is not None:
                 wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
-        received = None if wanted is None else self.named.ask(prepared, headers, wanted, prefix, handoff)
+        received = None if wanted is None else self.dispatcher.ask(prepared, headers, wanted, prefix, handoff)
         return Received(handoff, {}) if received is None and handoff is not None else received
 
     def fetch_prefix(
         self, prefix: PagePrefix, prepared: PreparedRequest, headers: Mapping[str, str]
     ) -> Received | None:
         """Get the first pages of a prompt from a server that has them, see `Transfers`."""
-        return self.named.ask(prepared, headers, prefix)
+        return self.dispatcher.ask(prepared, headers, prefix)
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
-        """A request that reads a prompt whose full pages are all here, see `Transfers`."""
+        """Make a request that reads a prompt whose full pages are all here, see `Transfers`."""
         length = len(prepared.keys) * self._engine.config.page_size
         if not prepared.keys or count_here(self._engine, prepared, length) < length:
             raise ApiError(404, "the pages of this prompt are not here", _NAME, "pages_not_here")
@@ -176,20 +171,10 @@ class EngineTransfers:
 
     def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
         """Have another server read a prompt, see `Transfers`."""
-        return None if self.dispatcher is None else self.dispatcher.dispatch(prepared, headers)
-
-    def source(self, host: str, port: int, lease_id: str, followers: Sequence[str] = ()) -> LeasedSource:
-        """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'.
-
-        Args:
-          followers: `host:port` of its other processes.
-        """
-        if not _HOST.fullmatch(host) or not 0 < port < 65536:
-            raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        return self._source_at([host_port(host, port), *followers], lease_id)
+        return self.dispatcher.dispatch(prepared, headers)
 
     def check_peer(self, host: str, port: int | None = None) -> None:
-        """ApiError, unless requests come from this host and go to it; with `port`, unless its pages are there."""
+        """Raise ApiError unless requests come from this host and go to it; with `port`, unless its pages are there."""
         if not self._peers.admits(host, port):
             where = host if port is None else f"{host} port {port}"
             raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {where}", "host")
@@ -209,23 +194,29 @@ class EngineTransfers:
     def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
         """See `Transfers`."""
         dispatcher = self.dispatcher
-        return None if dispatcher is None else {"decision": dispatcher.decisions, "answer": dispatcher.answers}
+        if not dispatcher.instances:
+            return None
+        return {"decision": dispatcher.decisions, "answer": dispatcher.answers}
 
     def info(self) -> dict[str, Any]:
-        """What others have to know to fetch pages from here."""
+        """Describe what others have to know to fetch pages from here."""
         info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
-        info |= {"fingerprint": self._fingerprint, "kv_dtype": self._kv_dtype, "answers": dict(self.named.answers)}
+        info |= {
+            "fingerprint": self._fingerprint,
+            "kv_dtype": self._kv_dtype,
+            "answers": dict(self.dispatcher.named_answers),
+        }
         info |= {"followers": self._messenger.followers} if self._messenger.followers else {}
-        return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
+        return info | {"prefill_from": self.dispatcher.info()} if self.dispatcher.instances else info
 
     def close(self) -> None:
         """End all transfers."""
         self._open.close()
 
     def _source_at(
-        self, addresses: Sequence[str], lease: str, deadline: float | None = None, patience: float = 0.0
+        self, addresses: Sequence[str], lease: str, deadline: float | None = None, lease_timeout: float = 0.0
     ) -> LeasedSource:
-        """The pages of a server that a request has named, if they are where pages may come from; else ApiError."""
+        """Make the source of pages of a server that a request has named. ApiError: they may not come from there."""
         for address in addresses:
             try:
                 host, port = parse_peer(address)
@@ -234,7 +225,7 @@ class EngineTransfers:
             except ValueError as error:
                 raise ApiError(400, f"{_NAME}: pages must be at HOST:PORT: {error}", _NAME) from None
             self.check_peer(host, port)
-        return self._messenger.source(addresses, lease, deadline, patience)
+        return self._messenger.source(addresses, lease, deadline, lease_timeout)
 
     def _check(self, handoff: Handoff, prepared: PreparedRequest) -> None:
         try:
@@ -243,15 +234,14 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
 
     def _received(self, params: TransferParams, handoff: Handoff) -> Received:
-        """Where the pages of a handoff come from; it connects to nobody. ApiError: from nowhere."""
+        """Make the sources of the pages of a handoff, without a connection. ApiError: they may not come from there."""
         assert params.remote_host is not None
         assert params.remote_port is not None
         leases = [each.lease for each in handoff.completions if each.lease is not None]
         if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
-        where = params.remote_host, params.remote_port
-        sources = {lease: self.source(*where, lease, params.remote_followers) for lease in leases}
-        return Received(handoff, sources)
+        addresses = [host_port(params.remote_host, params.remote_port), *params.remote_followers]
+        return Received(handoff, {lease: self._source_at(addresses, lease) for lease in leases})
 
 
 def _read_handoff(fields: dict[str, Any]) -> Handoff:

@@ -1,4 +1,4 @@
-"""`Joining`: a server that registers with the routers of a cluster by itself, and again when they come back."""
+"""`Joining`: the registration of a server with the routers of a cluster, repeated when they come back."""
 
 import logging
 import threading
@@ -18,12 +18,12 @@ _TIMEOUT = 5.0
 
 
 class Joining:
-    """Registers an instance while it takes requests, and removes it at the end; a context manager.
+    """Context manager that registers an instance while it takes requests, and removes it at the end.
 
     Args:
       routers: addresses, `HOST:PORT` or `http://HOST:PORT`; each is told by itself.
       url: by which the routers reach this server.
-      role: what it does first; a router may change it.
+      role: its first one; a router may change it.
       is_open: whether the server takes requests now.
       key: of an administrator of the routers; None: they need none.
       name: of the instance; None: its host and port.
@@ -47,7 +47,7 @@ class Joining:
         self._body = {"url": check_join_url(url), "name": name, "role": role}
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._is_open, self._seconds = is_open, seconds
-        self._said: dict[str, str] = {}  # of each router, what was logged of it last
+        self._said: dict[str, str] = {}  # the last logged state of each router
         self._is_closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(each,), name="longctx join", daemon=True) for each in self._routers
@@ -74,7 +74,7 @@ class Joining:
                 self._tell(client, router, "remove", {"url": self._body["url"]})
 
     def _tell(self, client: httpx.Client, router: str, what: str, body: dict[str, Any]) -> bool:
-        """Whether a router has understood."""
+        """Post a body to a router; return whether it has accepted it."""
         try:
             answer = client.post(f"{router}/cluster/{what}", json=body)
             said = "it is known there" if answer.status_code == 200 else f"{answer.status_code} {_reason(answer)}"
@@ -88,7 +88,7 @@ class Joining:
 
 
 def router_url(text: str) -> str:
-    """The URL of a router, from `HOST:PORT` or a URL. ValueError: it is none."""
+    """Return the URL of a router, from `HOST:PORT` or a URL; ValueError: it is none."""
     url = text if "://" in text else f"http://{text}"
     parts = split_server_url(url)
     if parts is None or parts.port is None:
@@ -97,7 +97,7 @@ def router_url(text: str) -> str:
 
 
 def check_join_url(url: str) -> str:
-    """The URL by which a router reaches this server. ValueError: nobody can reach it there."""
+    """Return the URL by which a router reaches this server; ValueError: it can't be reached there."""
     try:
         router_url(url)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`Peers`: the hosts that an engine fetches pages from. Clients name others in vain."""
+"""`Peers`: the hosts that an engine fetches pages from. Clients can't name others."""
 
 import ipaddress
 import re
@@ -14,7 +14,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def parse_peer(text: str) -> tuple[str, int | None]:
-    """The host and port of `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; None: any port. ValueError: it is none."""
+    """Split `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; port None: any. ValueError: it is none."""
     found = _BRACKETS.fullmatch(text) or _PLAIN.fullmatch(text)
     host, port = (text, None) if found is None else found.groups()
     if not _HOST.fullmatch(host) or (port is not None and not 0 < int(port) < 65536):
@@ -23,13 +23,13 @@ def parse_peer(text: str) -> tuple[str, int | None]:
 
 
 def check_peers(peers: Sequence[str]) -> None:
-    """ValueError, unless each is a host, with a port or without, or a network."""
+    """Raise ValueError unless each is a host, with a port or without, or a network."""
     for each in peers:
         parse_network(each) if _NETWORK.fullmatch(each) else parse_peer(each)
 
 
 def parse_network(text: str) -> Network:
-    """A network, such as `10.0.0.0/8`. ValueError: it is none."""
+    """Parse a network, such as `10.0.0.0/8`. ValueError: it is none."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
@@ -65,7 +65,7 @@ class Peers:
         self._ports.setdefault(self._name(own), {None})
 
     def admits(self, host: str, port: int | None = None) -> bool:
-        """Whether pages may be fetched from there; without a port, whether from some port of that host."""
+        """Return whether pages may be fetched from there; without a port, whether from some port of that host."""
         ports = self._ports.get(self._name(host), set())
         if self._networks and not ports and _is_in(host, self._networks):
             return True

@@ -5,7 +5,7 @@ from urllib.parse import SplitResult, urlsplit
 
 
 def split_server_url(url: Any) -> SplitResult | None:
-    """The parts of `http://HOST` or `http://HOST:PORT`, https too; None: it is none of these, or has more parts."""
+    """Split `http://HOST` or `http://HOST:PORT`, https too; None: it is none of these, or has more parts."""
     try:
         parts = urlsplit(url) if isinstance(url, str) else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -17,5 +17,5 @@ def split_server_url(url: Any) -> SplitResult | None:
 
 
 def host_port(host: str, port: int) -> str:
-    """`HOST:PORT`, as URLs have them: an IPv6 address in brackets."""
+    """Format `HOST:PORT` as in URLs: an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -70,10 +70,10 @@ def test_the_first_process_tells_the_others_and_releases_at_the_end(halves: Any)
     (lease, pages), addresses, engine = lend(engines), [each.address for each in senders], stand_in(0)
     with messenger(engine) as made:
         assert made.followers == [f"127.0.0.1:{made.port}"]
-        source = made.source(addresses, lease.lease_id, deadline=9.0, patience=0.5)
+        source = made.source(addresses, lease.lease_id, deadline=9.0, lease_timeout=0.5)
         assert engine.pages.located == []
         taker = Taker(source, lease.keys, LAYOUT)
-        place = {"addresses": addresses, "deadline": 9.0, "patience": 0.5}
+        place = {"addresses": addresses, "deadline": 9.0, "lease_timeout": 0.5}
         assert engine.pages.located == [(lease.lease_id, place)]
         assert taker.finish() == 9
         assert np.array_equal(taker.pages, pages)
@@ -88,7 +88,7 @@ def test_the_first_process_tells_the_others_and_releases_at_the_end(halves: Any)
 def test_another_process_waits_until_it_is_told(halves: Any) -> None:
     engines, senders = halves
     (lease, pages), engine = lend(engines), stand_in(1)
-    place = {"addresses": [each.address for each in senders], "deadline": 9.0, "patience": 0.0}
+    place = {"addresses": [each.address for each in senders], "deadline": 9.0, "lease_timeout": 0.0}
     with messenger(engine) as made:
         assert engine.pages.on_fetch == []
         made.locate("unknown", place)
@@ -110,7 +110,7 @@ def test_where_the_first_process_gets_nothing_nor_do_others(halves: Any) -> None
     engines, senders = halves
     (lease, pages), keys = lend(engines), make_keys(9)
     with messenger(stand_in(1)) as made, PageSender(FakeEngine(), LAYOUT, options=OPTIONS) as empty:
-        place = {"addresses": [empty.address], "deadline": 9.0, "patience": 0.0}
+        place = {"addresses": [empty.address], "deadline": 9.0, "lease_timeout": 0.0}
         taker = Taker(made.open(lease.lease_id), lease.keys, LAYOUT)
         made.locate(lease.lease_id, place)
         wait_until(lambda: made.receiver.stats.outcomes["refused"] == 1)

@@ -32,10 +32,10 @@ class Peer:
     def send(self, message: FromReceiver) -> None:
         self.socket.send(encode(message))
 
-    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, patience: int = 0) -> None:
+    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0) -> None:
         part = LAYOUT.whole
         keys = lease.keys
-        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, patience))
+        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -74,33 +74,31 @@ def test_a_peer_whose_transfers_end_in_the_midst_of_a_look_at_them() -> None:
             first.heard, second.heard = time.monotonic() + 100, 0.0
             sender._tick()
 
-        sender._mailbox.post(tick)
+        sender.post(tick)
         wait_until(lambda: sender.num_streams == 0)
         assert sender.stats.outcomes["lost"] == 2
         still_serves(sender, engine)
 
 
-def test_an_error_of_one_transfer_costs_that_transfer(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_one_transfer_costs_that_transfer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine()
     lease, _ = engine.add(3, ready=0)
     with peer_of(engine) as (sender, peer):
         peer.open(1, lease)
         peer.open(2, lease)
         wait_until(lambda: sender.num_streams == 2)
-        real = sender._socket
+        send = zmq.Socket.send_multipart
 
-        class Broken:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(real, name)
+        def fail(self: zmq.Socket[bytes], frames: list[Any], *arguments: Any, **more: Any) -> Any:
+            if bytes(frames[1]) == encode(Alive(1)):
+                raise zmq.ZMQError(zmq.EFSM)
+            return send(self, frames, *arguments, **more)
 
-            def send_multipart(self, frames: list[Any], *arguments: Any, **more: Any) -> Any:
-                if bytes(frames[1]) == encode(Alive(1)):
-                    raise zmq.ZMQError(zmq.EFSM)
-                return real.send_multipart(frames, *arguments, **more)
-
-        sender._socket = Broken()  # type: ignore[assignment]
+        monkeypatch.setattr(zmq.Socket, "send_multipart", fail)
         wait_until(lambda: sender.stats.outcomes["failed"] == 1)
-        assert [number for _, number in sender._streams] == [2]
+        assert sender.num_streams == 1
         still_serves(sender, engine)
     assert "a transfer failed" in caplog.text
 
@@ -116,15 +114,15 @@ def test_credits_without_bounds_do_not_fill_memory() -> None:
             for number in (1, 2):
                 each.open(number, lease)
                 each.send(Grant(number, 4000))
-        wait_until(lambda: sender._queue.num_bytes > 5 << 18)
+        wait_until(lambda: sender.num_queued_bytes > 5 << 18)
         for _ in range(30):
             time.sleep(0.01)
-            assert sender._queue.num_bytes <= options.max_queue_bytes
+            assert sender.num_queued_bytes <= options.max_queue_bytes
         assert sender.stats.bytes < pages.nbytes
         still_serves(sender, engine)
         for each in others:
             each.close()
-        wait_until(lambda: sender.num_streams == 0 and sender._queue.num_bytes == 0)
+        wait_until(lambda: sender.num_streams == 0 and sender.num_queued_bytes == 0)
 
 
 def test_a_transfer_is_as_fast_as_its_receiver_reads() -> None:
@@ -136,4 +134,4 @@ def test_a_transfer_is_as_fast_as_its_receiver_reads() -> None:
         taker = Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT)
         assert taker.finish() == 40
         assert (taker.pages == pages).all()
-        wait_until(lambda: sender._queue.num_bytes == 0)
+        wait_until(lambda: sender.num_queued_bytes == 0)

@@ -15,7 +15,7 @@ import pytest
 from serve_process import free_port
 from serving.tiers.tier_pages import LAYOUT, chain, load, make_store, put
 
-from longctx.cluster.transfer.mooncake_store import MooncakeStore, open_store
+from longctx.cluster.transfer.mooncake import MooncakeStore, open_store
 from longctx.serving.kv_cache.tiers.remote import open_remote
 
 OPTIONS = "?segment_bytes=16777216&buffer_bytes=16777216"

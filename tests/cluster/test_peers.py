@@ -11,7 +11,7 @@ from cluster.ways import OPTIONS
 from longctx.cluster.peers import Peers, check_peers, parse_peer
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.peer import Peer
+from longctx.cluster.transfer.remote_fetch import Peer
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
 
@@ -83,9 +83,9 @@ def test_there_are_few_connections_whatever_addresses_are_named() -> None:
         takers = [fetch(receiver, f"127.0.0.1:{port}") for port in range(1, 11)]
         assert [taker.finish() for taker in takers] == [0] * 10
         assert (receiver.stats.outcomes["late"], receiver.stats.outcomes["refused"]) == (3, 7)
-        assert len(receiver._peers) == 3
+        assert len(receiver.addresses) == 3
         still_receives(receiver)  # those that are idle make room
-        assert len(receiver._peers) <= 3
+        assert len(receiver.addresses) <= 3
 
 
 def test_an_address_that_a_socket_can_not_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,14 @@ def test_an_address_that_a_socket_can_not_be_made_for(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["recv_multipart", "send"])
-def test_an_error_of_one_connection_costs_its_transfers(name: str) -> None:
+def test_an_error_of_one_connection_costs_its_transfers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, peers = Peer.__init__, list[Peer]()
+
+    def record(self: Peer, *arguments: Any) -> None:
+        connect(self, *arguments)
+        peers.append(self)
+
+    monkeypatch.setattr(Peer, "__init__", record)
     engines = FakeEngine(), FakeEngine()
     leases = [engine.add(3, ready=0)[0] for engine in engines]
     with (
@@ -121,7 +128,7 @@ def test_an_error_of_one_connection_costs_its_transfers(name: str) -> None:
         def fail(*arguments: Any, **more: Any) -> Any:
             raise zmq.ZMQError(zmq.EFSM)
 
-        object.__setattr__(receiver._peers[one.address].socket, name, fail)
+        object.__setattr__(next(each for each in peers if each.address == one.address).socket, name, fail)
         assert takers[0].finish() == 0
         assert receiver.stats.outcomes["failed"] == 1
         engines[1].complete(leases[1], 3)

@@ -75,9 +75,9 @@ def test_a_link_that_is_cut(way_name: str) -> None:
 
 def test_a_lease_may_come_after_its_fetch() -> None:
     with open_way("zmq") as way:
-        taker = Taker(way.source("soon", patience=20.0), make_keys(3), LAYOUT)
-        never = Taker(way.source("never", patience=0.2), make_keys(3), LAYOUT)
-        other = Taker(way.source("other", patience=20.0), make_keys(3, seed=1), LAYOUT)
+        taker = Taker(way.source("soon", lease_timeout=20.0), make_keys(3), LAYOUT)
+        never = Taker(way.source("never", lease_timeout=0.2), make_keys(3), LAYOUT)
+        other = Taker(way.source("other", lease_timeout=20.0), make_keys(3, seed=1), LAYOUT)
         assert never.finish() == 0
         _, pages = way.engine.add(3, lease_id="soon")
         way.engine.add(3, lease_id="other")
@@ -257,10 +257,10 @@ def test_nothing_is_left_of_faulty_transfers(way_name: str) -> None:
                 taker.fetch.close()
             check(taker, pages)
         wait_until(lambda: way.sender.num_streams == way.receiver.num_fetches == 0)  # type: ignore[union-attr]
-        wait_until(lambda: way.receiver._credits.free == OPTIONS.max_blocks)
+        wait_until(lambda: way.receiver.num_free_blocks == OPTIONS.max_blocks)
         wait_until(lambda: way.engine._leases == {})
         wait_until(lambda: len(transfer_threads(before)) == 2)
-        assert len(way.receiver._peers) <= 1
+        assert len(way.receiver.addresses) <= 1
     wait_until(lambda: transfer_threads(before) == [])
     gc.collect()
     wait_until(lambda: open_files() <= files)

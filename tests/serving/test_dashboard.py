@@ -16,7 +16,7 @@ from tiered_fake import make_tiered_engine
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec
-from longctx.cluster.router.instance import Instance
+from longctx.cluster.router.instances import Instance
 from longctx.cluster.router.server import RouterServer
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.parallel.cost import Hardware

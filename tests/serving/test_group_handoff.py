@@ -156,7 +156,7 @@ def _is_over(engine: Engine, lease_id: str) -> bool:
 
 
 def test_others_hear_where_pages_are_and_which_leave() -> None:
-    place = {"addresses": ["127.0.0.1:1", "127.0.0.1:2"], "deadline": 1.0, "patience": 0.0}
+    place = {"addresses": ["127.0.0.1:1", "127.0.0.1:2"], "deadline": 1.0, "lease_timeout": 0.0}
     sources = SharedSources({})
     prompt = list(range(20))
 

@@ -15,7 +15,7 @@ from near_outputs import LOGPROBS, check_near
 from test_handoff import note, run
 from tiered_engines import ONE, PAGE_SIZE, RANKS, STAGES, expected, make_engine, page_bits
 
-from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.engine_messenger import EngineExporter
 from longctx.cluster.transfer.lease import LeaseGone
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.cluster.transfer.options import TransferOptions

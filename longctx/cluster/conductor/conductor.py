@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal
 
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role, check_joins, check_report, check_role
+from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role, check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
@@ -26,13 +26,13 @@ _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
 
 
 class Conductor:
-    """Places requests on instances, and keeps estimates of what they do.
+    """Global scheduler of a cluster: it places requests on instances, and keeps estimates of their work.
 
-    Whoever drives it calls it from one thread, with seconds of a clock that does not go back.
+    Its driver calls it from one thread, with seconds of a clock that does not go back.
 
     Args:
       config: how it decides.
-      index: which instance has which blocks; whoever drives the conductor feeds it.
+      index: which instance has which blocks; its driver keeps it up to date.
 
     Source:
       Mooncake, sections 3, 5 and 6.
@@ -84,7 +84,7 @@ class Conductor:
         self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; what it has goes on.
+        """Assign nothing more to an instance; its open requests go on.
 
         Args:
           name: of the instance.
@@ -97,7 +97,7 @@ class Conductor:
         self.state.sort()
 
     def restore(self, name: str, now: float) -> None:
-        """The opposite of `drain`.
+        """Assign requests to an instance again that was drained.
 
         Args:
           name: of the instance.
@@ -110,14 +110,14 @@ class Conductor:
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
-        """Forget an instance that is dead, and what it held.
+        """Forget an instance that is dead, and the blocks that it held.
 
         Args:
           name: of the instance.
           now: seconds of the driver's clock.
 
         Returns:
-          Ids of requests that it prefilled or decoded. They are not open any more: whoever drives assigns them anew.
+          Ids of requests that it prefilled or decoded. They are not open any more: the driver assigns them again.
 
         Raises:
           ValueError: there is none of this name.
@@ -132,7 +132,7 @@ class Conductor:
         return [each.request.request_id for each in ended]
 
     def set_role(self, name: str, role: Role, now: float) -> None:
-        """Change what an instance does; what it has goes on.
+        """Change the role of an instance; its open requests go on.
 
         Args:
           name: of the instance.
@@ -146,12 +146,25 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def report(self, name: str, report: Report, now: float) -> None:
-        """Correct the estimates of an instance by what it says of itself.
+    def set_costs(self, name: str, costs: Costs) -> None:
+        """Change the costs of an instance, such as those of a predictor that has been corrected since.
 
         Args:
           name: of the instance.
-          report: what it says.
+          costs: from now on.
+
+        Raises:
+          ValueError: there is no such instance.
+        """
+        state = self._instance(name)
+        state.spec = replace(state.spec, costs=costs)
+
+    def report(self, name: str, report: Report, now: float) -> None:
+        """Correct the estimates of an instance by its own report.
+
+        Args:
+          name: of the instance.
+          report: of the instance.
           now: seconds of the driver's clock.
 
         Raises:
@@ -174,7 +187,7 @@ class Conductor:
         """Choose the instances that serve a request, or reject it.
 
         Args:
-          request: what it knows of it.
+          request: its lengths and keys.
           now: seconds of the driver's clock.
           exclude: names of instances that must have no part in it, as they have just failed.
           generated: tokens that it has had, if it goes on after a failure: then no load forbids it.
@@ -200,7 +213,7 @@ class Conductor:
         return decision
 
     def prefilled(self, request_id: str, now: float, has_memory: bool = False) -> Rejection | None:
-        """The prompt of a request is computed: check whether it may decode (3, step 4).
+        """Check whether a request may decode, whose prompt is computed (3, step 4).
 
         Args:
           request_id: of the request.
@@ -229,7 +242,7 @@ class Conductor:
         return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The first token of a request has come, whatever room there is: `prefilled` is what asks.
+        """Note that the first token of a request has come; unlike `prefilled` it checks no room.
 
         Nothing happens if it is not open, or had one.
 
@@ -245,7 +258,7 @@ class Conductor:
             self.state.decoding[request_id] = open_request
 
     def finished(self, request_id: str, now: float) -> None:
-        """A request has had its last token. Nothing happens if it is not open.
+        """Forget a request that has had its last token. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
@@ -261,7 +274,7 @@ class Conductor:
         self._admission.learn(now - begun)
 
     def cancelled(self, request_id: str, now: float) -> None:
-        """A request was given up. Nothing happens if it is not open.
+        """Forget a request that was given up. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
@@ -271,22 +284,20 @@ class Conductor:
         if open_request is not None:
             self._end(open_request, now)
 
-    # What is known.
-
     def instances(self, now: float) -> list[InstanceView]:
-        """All instances, for metrics and pages."""
+        """Return all instances, for metrics and pages."""
         return [each.view(now) for each in self.state.instances.values()]
 
     def swaps(self, now: float) -> list[Swap]:
-        """The cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        """Return the cold blocks that instances should swap out; the driver asks every second, and passes them on."""
         return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
 
     def loads(self, now: float) -> Loads:
-        """The loads of both pools."""
+        """Return the loads of both pools."""
         return loads(self.state, now)
 
     def role_change(self, now: float) -> RoleChange | None:
-        """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
+        """Return the change of a role by load, if there is one; the driver asks every second, and makes the change."""
         return None if self._roles is None else self._roles.change(self.state, now)
 
     # Parts of the above.
@@ -305,7 +316,7 @@ class Conductor:
     def _decide(
         self, request: ClusterRequest, now: float, exclude: Collection[str], generated: int, waited: float
     ) -> tuple[Decision, OpenRequest | None]:
-        """The decision, and where the policy would have the request, if it could be anywhere."""
+        """Return the decision, and the request as the policy would place it, if it could be anywhere."""
         prefills, decodes = self.state.prefill_pool(exclude), self.state.decode_pool(exclude)
         if not prefills or not decodes:
             return self._rejection(request, Verdict("no_instance", inf, 1.0), "prefill", None, waited), None
@@ -340,7 +351,7 @@ class Conductor:
     def _matches(
         self, request: ClusterRequest, pool: list[InstanceState], exclude: Collection[str]
     ) -> tuple[dict[str, int], PolicyContext]:
-        """What a policy is asked with: leading blocks that instances have or will have, and its context."""
+        """Return the leading blocks that instances have or will have, and the context of a policy."""
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
@@ -395,7 +406,7 @@ class Conductor:
         del self.state.prefilling[request.request_id]
 
     def _end(self, open_request: OpenRequest, now: float, was_computed: bool = False) -> None:
-        """A request is not open any more: take it out of all estimates."""
+        """Take a request out of all estimates."""
         if open_request.decode_since is None:
             self._end_prefill(open_request, now, was_computed)
         self.state.instances[open_request.assignment.decode].end_decode(open_request)
@@ -403,13 +414,13 @@ class Conductor:
 
 
 def _depends_on(open_request: OpenRequest, name: str) -> bool:
-    """Whether a request needs an instance still: where it decodes, or where its prompt is being computed."""
+    """Return whether a request still needs an instance, to decode or to compute its prompt."""
     placed = open_request.assignment
     return placed.decode == name or (placed.prefill == name and open_request.decode_since is None)
 
 
 def _reserved_tokens(request: ClusterRequest, block_size: int) -> int:
-    """Tokens of KV cache that a request may need where it decodes: whole blocks."""
+    """Compute the tokens of KV cache that a request may need to decode, in whole blocks."""
     if len(request.keys) > request.prompt_tokens // block_size:
         raise ValueError(
             f"keys must be of full blocks of {block_size} tokens: {request.prompt_tokens // block_size} at most, "

@@ -14,11 +14,11 @@ POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """When an instance changes from prefill to decode, or back.
+    """Limits by which an instance changes from prefill to decode, or back.
 
     Attributes:
-      high, low: one pool's load must be above the one, and the other's below the other,
-      seconds: for so long.
+      high, low: limits of load: one pool must be above `high`, the other below `low`.
+      seconds: for which that must have been so.
       cool_down: seconds after a change in which there is no other.
 
     Raises:
@@ -39,7 +39,7 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class ConductorConfig:
-    """How requests are placed, and which are rejected.
+    """Settings by which requests are placed, and rejected.
 
     Attributes:
       policy: which instance prefills: one of `POLICIES`, or a callable like them (`longctx.cluster.conductor.policy`).
@@ -48,19 +48,19 @@ class ConductorConfig:
       ttft, tpot: SLOs in seconds of requests that have none of their own.
       is_inline: whether an instance that decodes computes a prompt itself which fits into one of its steps within the
         TBT SLO (4).
-      balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
+      balancing_threshold: a prefix elsewhere is fetched if it is at least that many times the local one (5.2).
       prefill_load: which predicted TTFT is compared with its SLO before a prefill: `"request"`, that of the request (5,
         algorithm 1), or `"instance"`, the greatest of the prompts that the chosen instance has (6.1).
       load_limit: of a pool's load: a request above it is rejected.
       decode_limit: of the decode pool's load, by which early rejection leaves room for what is in prefill (6.2): the
         pool's load is taken over it before a prefill, and as it is before a decode.
       priority_step: by how much each step of a request's priority raises the limit.
-      decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
-      defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
+      decode_seconds: t_d, the assumed duration of a request's decoding (6.4); None: the mean of finished ones.
+      defer_seconds: for which the driver should keep a rejected request and ask again, at most; 0: not at all.
       roles: when instances change between prefill and decode by load; None: never.
       swap_above, swap_below: an instance that has more blocks in a tier than the one share of what fits there swaps
         cold ones out, until it is at the other.
-      swap_seconds: blocks that nobody has used for so long are cold.
+      swap_seconds: after which blocks that have not been used are cold.
       seed: of random choices.
 
     Raises:

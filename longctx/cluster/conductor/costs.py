@@ -1,4 +1,4 @@
-"""`PredictorCosts`: what an instance's work costs, by a serving predictor. No JAX."""
+"""`PredictorCosts`: seconds of an instance's work, by a serving predictor. No JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _FAR = 2**16  # tokens of a context
 
 @dataclass(frozen=True)
 class PredictorCosts:
-    """`Costs` by the predictor that the engine's own scheduler goes by.
+    """`Costs` by the predictor of the engine's own scheduler.
 
     A prompt is `predictor.prefill_seconds` in steps of `chunk` tokens, and with several stages, what its last step
     takes in the stages after the first (SPP). Decodes are one batch: over context ranks its rows and keys are shared
@@ -59,12 +59,12 @@ class PredictorCosts:
         prompt_seconds: Callable[[int, int], float] | None = None,
         kv_dtype: str | None = None,
     ) -> "PredictorCosts":
-        """Of a model whose KV cache has numbers of `dtype_bytes` bytes, or is of a `kv_dtype` as of `EngineConfig`."""
+        """Make the costs of a model whose KV cache has `dtype_bytes` bytes a number, or an engine's `kv_dtype`."""
         token_bytes = cache_bytes(model, 1, 1, 1, dtype_bytes, kv_dtype)
         return cls(predictor, chunk, token_bytes, plan or _ONE_DEVICE, prompt_seconds)
 
     def prefill_seconds(self, cached: int, prompt: int) -> float:
-        """Seconds of tokens `cached` to `prompt`, alone; 0 if there are none."""
+        """Return the seconds of tokens `cached` to `prompt`, alone; 0 if there are none."""
         seconds = self._known.get((cached, prompt))
         if seconds is None:
             seconds = self._prefill_seconds(cached, prompt)
@@ -87,7 +87,7 @@ class PredictorCosts:
         return seconds
 
     def decode_seconds(self, batch: int, tokens: int) -> float:
-        """Seconds between the tokens of `batch` decodes whose contexts have so many tokens in all; 0 if there are none.
+        """Return the seconds between the tokens of `batch` decodes with contexts of `tokens` tokens in all; 0 for none.
 
         For a given batch it is a line in the tokens, as that of all our predictors is.
         """
@@ -100,7 +100,7 @@ class PredictorCosts:
         return line[0] + line[1] * tokens
 
     def _decode_seconds(self, batch: int, tokens: int) -> float:
-        """Of more decodes than the predictor knows steps of, several steps."""
+        """Predict several steps for more decodes than one step has rows."""
         ranks = self.plan.context
         rows, keys = -(-batch // ranks), -(-tokens // ranks)
         steps = -(-rows // self.chunk)
@@ -109,7 +109,7 @@ class PredictorCosts:
         return self.plan.stage * steps * seconds
 
     def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
-        """Seconds of a step of such decodes and of all tokens `cached` to `prompt`; inf: a step has no room for them.
+        """Return the seconds of a step of decodes and of all tokens `cached` to `prompt`; inf: a step has no room.
 
         Over context ranks, rows and keys are shared evenly; a token takes a step in each stage.
         """
@@ -125,5 +125,5 @@ class PredictorCosts:
         return self.plan.stage * self.predictor.seconds(work)
 
     def transfer_bytes(self, tokens: int) -> float:
-        """Bytes of keys and values of so many tokens."""
+        """Return the bytes of keys and values of a number of tokens."""
         return self.token_bytes * tokens

@@ -1,7 +1,7 @@
-"""Policies: which instance prefills a request, and what it fetches from another one before.
+"""Policies: the choice of the instance that prefills a request, and of the blocks that it fetches from another one.
 
-A policy is a function of plain data: `(request, matches, pool, now, context) -> Choice`. One's own is such a function
-too, and is given to `ConductorConfig(policy=...)`.
+A policy is a function of plain data: `(request, matches, pool, now, context) -> Choice`. A user's own is given to
+`ConductorConfig(policy=...)`.
 
 Source: Mooncake, section 5, algorithm 1 and figure 6.
 """
@@ -16,7 +16,7 @@ from longctx.cluster.conductor.state import InstanceState
 
 
 class Choice(NamedTuple):
-    """An instance that prefills, and its predicted TTFT by parts, in seconds.
+    """Instance that prefills, and its predicted TTFT by parts, in seconds.
 
     Attributes:
       cached: tokens of the prompt that it has, or gets by the transfer.
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
 
 class PolicyContext(NamedTuple):
-    """What policies need besides.
+    """Further input of policies.
 
     Attributes:
       block_size: tokens of a block.
@@ -54,7 +54,7 @@ class PolicyContext(NamedTuple):
     tpot: float = inf
 
     def random(self) -> Random:
-        """The same numbers for the same request, whatever was asked before: rejections leave no trace."""
+        """Return the same numbers for the same request, whatever was asked before: rejections leave no trace."""
         return Random(self.seed)
 
 
@@ -66,7 +66,7 @@ instances that may prefill it, one at least; seconds of the driver's clock."""
 def local_choice(
     request: ClusterRequest, matches: Mapping[str, int], state: InstanceState, now: float, context: PolicyContext
 ) -> Choice:
-    """Prefill at an instance with what it has."""
+    """Prefill at an instance with the blocks that it has."""
     cached = matches.get(state.name, 0) * context.block_size
     seconds = state.spec.costs.prefill_seconds(cached, request.prompt_tokens)
     return Choice(state.name, cached, None, state.queue(now), 0.0, seconds)
@@ -79,7 +79,7 @@ def random(
     now: float,
     context: PolicyContext,
 ) -> Choice:
-    """Any instance."""
+    """Choose an instance by chance."""
     return local_choice(request, matches, context.random().choice(pool), now, context)
 
 
@@ -90,7 +90,7 @@ def least_loaded(
     now: float,
     context: PolicyContext,
 ) -> Choice:
-    """The instance with the shortest queue, and of equal ones the one that has had the fewest prompts."""
+    """Choose the instance with the shortest queue, and of equal ones the one that has had the fewest prompts."""
     state = min(pool, key=lambda each: (each.queue(now), each.assigned))
     return local_choice(request, matches, state, now, context)
 
@@ -102,7 +102,7 @@ def cache_aware(
     now: float,
     context: PolicyContext,
 ) -> Choice:
-    """The instance with the least predicted TTFT, given what it has (5.1): algorithm 1 without transfers."""
+    """Choose the instance with the least predicted TTFT, given its blocks (5.1): algorithm 1 without transfers."""
     return min((local_choice(request, matches, state, now, context) for state in pool), key=lambda each: each.ttft)
 
 
@@ -113,7 +113,7 @@ def kvcache_centric(
     now: float,
     context: PolicyContext,
 ) -> Choice:
-    """The instance with the least predicted TTFT, given what it has or fetches (algorithm 1).
+    """Choose the instance with the least predicted TTFT, given the blocks that it has or fetches (algorithm 1).
 
     An instance whose prefix is shorter than the best one by the balancing threshold or more, or that has none at all,
     gets the difference from the best matched instance; the others compute it. Section 5.2 says that too ("we prefer to
@@ -123,7 +123,7 @@ def kvcache_centric(
     transfer counts in the TTFT, by which the instance is chosen. Where the ratio is just the threshold, line 10 counts
     a transfer and line 30 makes none: here it is made, as it was counted.
 
-    What was fetched stays: so hot prefixes spread over instances (lines 30 to 32).
+    Fetched blocks stay: so hot prefixes spread over instances (lines 30 to 32).
     """
     source, size = _best_match(context), context.block_size
     best = 0 if source is None else context.held[source.name]
@@ -151,7 +151,7 @@ def kvcache_centric(
 
 
 def _best_match(context: PolicyContext) -> InstanceState | None:
-    """The instance with the longest prefix, of those that may send it; the first of equal ones. None: nobody has it.
+    """Return the first instance with the longest prefix, of those that may send it; None: none has it.
 
     Blocks of prompts that are not computed yet don't count: they would not be there when they are asked for.
     """
@@ -164,7 +164,7 @@ def _best_match(context: PolicyContext) -> InstanceState | None:
 
 
 def send_seconds(source: InstanceState, tokens: int, now: float) -> float:
-    """Predicted seconds until KV cache has come from an instance: what it sends already goes before."""
+    """Predict the seconds until KV cache has come from an instance, after all that it sends already."""
     spec = source.spec
     return source.sending(now) + spec.latency + spec.costs.transfer_bytes(tokens) / spec.bandwidth
 
@@ -172,7 +172,7 @@ def send_seconds(source: InstanceState, tokens: int, now: float) -> float:
 def select_decode(
     prefill: InstanceState, rooms: Sequence[InstanceState], context: int, reserved: int
 ) -> tuple[InstanceState, float]:
-    """Choose where a request decodes: the least predicted TBT, of those that will have memory if there are any.
+    """Choose the instance that decodes: of the least predicted TBT, and with memory if there is one.
 
     A coupled instance decodes what it prefills.
 
@@ -199,7 +199,7 @@ def select_decode(
 def inline_choice(
     request: ClusterRequest, matches: Mapping[str, int], decode: InstanceState, now: float, context: PolicyContext
 ) -> Choice | None:
-    """Prefill where the request decodes; None: it would not fit into one step, or break the TBT SLO (4).
+    """Prefill on the instance that decodes; None: it would not fit into one step, or break the TBT SLO (4).
 
     One prompt at a time: the prediction is of one step of all that decode there and of this prompt.
     """
@@ -223,7 +223,7 @@ POLICY_FUNCTIONS: dict[str, Policy] = {
 def check_choice(
     choice: Choice, request: ClusterRequest, pool: Sequence[InstanceState], context: PolicyContext
 ) -> None:
-    """Raises ValueError: what one's own policy chose can't be."""
+    """Raise ValueError if a user's policy chose something impossible."""
     names, transfer, size = {each.name for each in pool}, choice.transfer, context.block_size
     if choice.instance not in names:
         raise ValueError(f"policy must choose one of {sorted(names)}, got {choice.instance!r}")

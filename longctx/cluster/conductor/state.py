@@ -308,7 +308,7 @@ class PendingBlocks:
         wanted, found = keys.tolist(), dict[str, int]()
         for instance, counts in self._prompts.items():
             if wanted and wanted[0] in counts:
-                found[instance] = bisect_left(wanted, True, key=lambda key, counts=counts: key not in counts)
+                found[instance] = _num_leading(wanted, counts)
         return found
 
 
@@ -360,3 +360,8 @@ class ClusterState:
     def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Return the instances that new requests may decode on."""
         return [each for each in self._decodes if each.name not in exclude] if exclude else self._decodes
+
+
+def _num_leading(keys: list[int], counts: Counter[int]) -> int:
+    """Count the leading keys of a prompt that are in `counts`, where each key comes with all keys before it."""
+    return bisect_left(keys, True, key=lambda key: key not in counts)

@@ -1,4 +1,4 @@
-"""Changes that a conductor makes between requests: the roles of instances by load, and the swapping out of cold blocks.
+"""Changes that a conductor makes between requests: roles of instances by load, and cold blocks that are swapped out.
 
 Source: Mooncake, sections 1.1 and 3 (cold blocks). Of roles 7.1.1 says only "more flexible deployment and conversion
 methods", as future work; the rule is ours.
@@ -22,7 +22,7 @@ Pool = Literal["prefill", "decode"]
 
 
 class Candidate(NamedTuple):
-    """An instance of one role, as the rule sees it.
+    """Instance of one role, as the rule sees it.
 
     Attributes:
       requests: that it has of its role: prompts to compute, or requests that decode there or will.
@@ -40,10 +40,10 @@ class Candidate(NamedTuple):
 
 
 class RoleRule:
-    """Changes a role when one pool has been overloaded for a while, and the other has had room all the time.
+    """Rule that changes a role when one pool has been overloaded for a while, and the other has had room all the time.
 
     The load of one pool must have been above `high` and that of the other below `low` at each look for `seconds`. The
-    instance with least to lose changes: of the fewest requests, then of the shortest queue. Nothing changes for
+    instance with the fewest requests changes, and of equal ones that with the shortest queue. Nothing changes for
     `cool_down` after a change, while an instance still ends work of its former role, if the giving pool has one
     instance only, or if it would be above `high` with one fewer.
     """
@@ -55,11 +55,11 @@ class RoleRule:
         self._changed = -inf
 
     def change(self, state: ClusterState, now: float) -> RoleChange | None:
-        """Look at the cluster; whoever drives asks every second or so. The change is made by `Conductor.set_role`."""
+        """Return a change, which the driver makes by `Conductor.set_role`; it asks about every second."""
         return self.decide(loads(state, now), candidates(state, now), now)
 
     def decide(self, loads: Loads, instances: Iterable[Candidate], now: float) -> RoleChange | None:
-        """The rule, on plain data."""
+        """Apply the rule to plain data."""
         config = self._config
         short: Pool | None = None
         if loads.prefill > config.high and loads.decode < config.low:
@@ -83,7 +83,7 @@ class RoleRule:
 
 
 def candidates(state: ClusterState, now: float) -> list[Candidate]:
-    """The instances that do one of both, and what they have to do."""
+    """Return the instances of one role, with their work."""
     prefills = Counter(each.assignment.prefill for each in state.prefilling.values())
     open_requests = [*state.prefilling.values(), *state.decoding.values()]
     decodes = Counter(each.assignment.decode for each in open_requests)
@@ -98,7 +98,7 @@ def candidates(state: ClusterState, now: float) -> list[Candidate]:
 
 
 class Swap(NamedTuple):
-    """Blocks that an instance should move out of a tier: to the next one that it has, or nowhere.
+    """Blocks that an instance should move out of a tier: to its next one, or nowhere.
 
     Attributes:
       keys: uint64 `[blocks]`.
@@ -110,18 +110,18 @@ class Swap(NamedTuple):
 
 
 class Swapper:
-    """Finds cold blocks on instances whose tiers are nearly full.
+    """Search for cold blocks on instances whose tiers are nearly full.
 
-    Blocks that other instances have too go first, then the longest unused ones, wherever requests would find them. A
-    block leaves one instance at a time, as the last replica would go with the others else.
+    Blocks that other instances have too go first, then the longest unused ones. A block leaves one instance at a time:
+    otherwise its last replica would go with the others.
     """
 
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
-        self._last: set[int] = set()  # what was to be swapped last time; KV events say later that it has been
+        self._last: set[int] = set()  # keys of the last swaps, which KV events confirm later
 
     def swaps(self, specs: Iterable[InstanceSpec], index: PrefixIndex, now: float) -> list[Swap]:
-        """What should be swapped out now."""
+        """Return the blocks that should be swapped out now."""
         found, going = [], set[int]()
         for spec in specs:
             for tier, room in zip(TIERS, spec.cache_blocks, strict=True):

@@ -1,1 +1,1 @@
-"""Prompts that other servers read for this one, whose pages it fetches while they do."""
+"""Prompts that other servers compute for this one, whose pages it fetches meanwhile."""

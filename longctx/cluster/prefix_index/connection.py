@@ -15,7 +15,7 @@ _RECONNECT = 100, 5_000  # milliseconds: at first, and at most
 
 
 def check_endpoint(name: str, endpoint: object) -> str:
-    """Check for an address to connect to: "tcp://host:port", or one of `ipc` or `inproc`."""
+    """Check an address to connect to: "tcp://host:port", or one of `ipc` or `inproc`."""
     text = check_text(name, endpoint)
     expected = f'{name} must be an address such as "tcp://10.0.0.5:5557"'
     try:
@@ -31,7 +31,7 @@ def check_endpoint(name: str, endpoint: object) -> str:
 
 
 class Connection:
-    """A SUB socket, and a DEALER socket for each replay; all belong to one thread.
+    """SUB socket, and a DEALER socket for each replay; all belong to one thread.
 
     Args:
       poller: gets the sockets.
@@ -68,7 +68,7 @@ class Connection:
         self._poller.register(self._dealer, zmq.POLLIN)
 
     def has_reconnected(self, ready: dict[object, int]) -> bool:
-        """Whether a connection that was lost is there again; call it with what is ready."""
+        """Return whether a connection that was lost is there again, by the sockets that are ready."""
         has_reconnected = False
         while self._monitor in ready and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
@@ -78,12 +78,12 @@ class Connection:
         return has_reconnected
 
     def live(self, ready: dict[object, int], most: int) -> Iterator[list[bytes]]:
-        """Messages that have come."""
+        """Yield messages that have come."""
         if self._sub in ready:
             yield from _received(self._sub, most)
 
     def replayed(self, ready: dict[object, int], most: int) -> Iterator[list[bytes]]:
-        """Answers that have come."""
+        """Yield answers that have come."""
         dealer = self._dealer
         if dealer is not None and dealer in ready:
             for frames in _received(dealer, most):

@@ -196,7 +196,7 @@ class PrefixIndex:
           tier: where it holds them.
           before: seconds of the caller's clock, since when they have not been used.
           limit: the most keys.
-          held_by: only those that at least so many instances hold, in whatever tier.
+          held_by: the number of instances that must hold a block at least, in whatever tier.
 
         Returns:
           uint64 `[blocks]`.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 100_000_000
 _MOST_ERRORS = 5  # malformed messages, after which a publisher is read no more
-_MOST_RESTARTS, _RESTARTS_WINDOW = 20, 60.0  # within so many seconds, after which a publisher is read no more
+_MOST_RESTARTS, _RESTARTS_WINDOW = 20, 60.0  # restarts within seconds, after which a publisher is read no more
 _MOST_WAITING = 10_000, 1 << 26  # messages, and their bytes, that wait for the end of a replay
 _MOST_REPLAYED = 100_000
 _MOST_TRIES = 3  # replays after which a missing message is given up

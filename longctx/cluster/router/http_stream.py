@@ -1,4 +1,4 @@
-"""`HttpStream`: POSTs whose answers are read as they come, over connections that are kept.
+"""`HttpStream`: POST requests whose answers are read as they come, over connections that are kept.
 
 httpx's own pool asks the system about each idle connection at each request, and parses in Python: with thousands of
 events a second that is most of what a router would do. Here the parser is uvicorn's, and connections say themselves
@@ -17,18 +17,18 @@ import httpx
 
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 30.0  # for which a connection is kept: less than a server keeps it
-_MOST_BUFFERED = 2**20  # bytes that wait for whoever reads, before the sender has to wait
+_MOST_BUFFERED = 2**20  # bytes that are not read yet, before the sender has to wait
 
 
 class Head(NamedTuple):
-    """Of an answer."""
+    """Head of an answer."""
 
     status: int
     headers: Mapping[str, str]
 
 
 class HttpStream:
-    """Sends requests to one server. For the event loop.
+    """Client of one server. For the event loop.
 
     Args:
       url: of the server, from `check_url`.
@@ -44,7 +44,7 @@ class HttpStream:
         self._idle: deque[tuple[float, _Connection]] = deque()
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncGenerator[Head | bytes]:
-        """The head of the answer, then its body as it comes.
+        """Yield the head of the answer, then its body as it comes.
 
         A connection whose answer was not read to its end is closed.
 
@@ -82,7 +82,7 @@ class HttpStream:
             self._idle.pop()[1].close()
 
     async def _connect(self) -> "tuple[_Connection, bool]":
-        """A connection, and whether it is a new one."""
+        """Return a connection, and whether it is a new one."""
         now = time.monotonic()
         while self._idle and (self._idle[0][0] < now or self._idle[0][1].is_lost):
             self._idle.popleft()[1].close()
@@ -105,7 +105,7 @@ class HttpStream:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time.
+    """Connection for one request at a time.
 
     Attributes:
       has_received: something of the answer.
@@ -120,7 +120,7 @@ class _Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing of an answer is there."""
+        """Reset what is there of an answer."""
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._head: Head | None = None
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
         self._buffered = 0
         self._is_paused = self._is_complete = self.has_received = self._is_kept = False
 
-    # What `HttpStream` calls.
+    # `HttpStream` calls these.
 
     @property
     def is_reusable(self) -> bool:
@@ -180,7 +180,7 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # What the event loop calls.
+    # The event loop calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
@@ -204,7 +204,7 @@ class _Connection(asyncio.Protocol):
             self._reason = str(error) or type(error).__name__
         self._wake()
 
-    # What the parser calls.
+    # The parser calls these.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")

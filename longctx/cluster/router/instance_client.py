@@ -1,15 +1,20 @@
-"""`InstanceClient`: what the router asks an instance over HTTP, and answers that are checked."""
+"""`InstanceClient`: HTTP requests of the router to an instance, whose answers are checked."""
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
+from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.router.http_stream import Head, HttpStream
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.event_lines import EventLine, decode_events
 from longctx.serving.server.migration import split_lines
+from longctx.serving.validation import check_real
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
@@ -17,14 +22,15 @@ _SILENCE = 60.0  # seconds; it says every few seconds that it lives
 _MOST_SAID = 100_000  # bytes of an answer that is an error
 _T = TypeVar("_T")
 _SHOWN = 300  # characters of an answer that is an error
+_LEAST_FACTOR, _MOST_FACTOR = 1e-6, 1e6  # of a correction
 
 
-class NotUnderstood(ValueError):
-    """An instance answers what can't be: it is not to be trusted."""
+class ProtocolError(ValueError):
+    """An answer of an instance that can't be: it is not to be trusted."""
 
 
 class Refused(RuntimeError):
-    """An instance does not take a request: its status, and what it says.
+    """Refusal of a request by an instance: its status and its message.
 
     `retry_after`: seconds; None: it does not say.
     """
@@ -35,7 +41,7 @@ class Refused(RuntimeError):
 
 
 class KvEventsInfo(msgspec.Struct):
-    """Where an instance publishes its KV events."""
+    """Endpoints at which an instance publishes its KV events."""
 
     endpoint: str
     replay: str | None = None
@@ -96,7 +102,7 @@ class ServerInfo(msgspec.Struct):
 
     @property
     def cache_blocks(self) -> tuple[int, int, int]:
-        """Blocks that each tier has room for; 0 where nobody but the instance itself takes some out.
+        """Blocks that each tier has room for; 0 where only the instance itself evicts.
 
         Without tiers, what leaves the devices is gone, and the instance knows best when it needs room. Files on a disk
         are removed by itself alone.
@@ -130,7 +136,7 @@ class LoadInfo(msgspec.Struct):
 
 
 def check_url(url: str) -> str:
-    """The address of a server, without a slash at its end; ValueError: it is none."""
+    """Return the URL of a server without a slash at its end; ValueError: it is none."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -142,7 +148,7 @@ def check_url(url: str) -> str:
 
 
 class InstanceClient:
-    """Talks to one instance; for the event loop.
+    """HTTP client of one instance. For the event loop.
 
     Args:
       url: of its HTTP.
@@ -155,19 +161,30 @@ class InstanceClient:
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def info(self) -> ServerInfo:
-        """See `ServerInfo`. NotUnderstood; httpx.HTTPError: it is not there."""
+        """Ask for `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""
         return _decode(ServerInfo, await self._get("/server_info", _JOIN))
 
-    async def predictor(self) -> bytes:
-        """What its work costs, for `InstanceCosts`."""
-        return await self._get("/predictor", _JOIN)
+    async def costs(self, info: ServerInfo) -> PredictorCosts:
+        """Ask for its predictor, which it corrects while its steps run. ProtocolError, httpx.HTTPError."""
+        content = await self._get("/predictor", _JOIN)
+        try:
+            fields: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
+            predictor = Corrected(predictor_from_dict(fields["predictor"]))
+            predictor.prompt_factor = check_real("prompt_factor", fields["prompt_factor"], _LEAST_FACTOR, _MOST_FACTOR)
+            predictor.decode_factor = check_real("decode_factor", fields["decode_factor"], _LEAST_FACTOR, _MOST_FACTOR)
+            plan = ParallelPlan(info.plan.stage, info.plan.context, info.plan.tensor)
+            costs = PredictorCosts(predictor, info.token_budget, info.kv_bytes_per_token, plan)
+            costs.decode_seconds(1, 1)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"its predictor can't be: {type(error).__name__}: {error}") from None
+        return costs
 
     async def load(self) -> LoadInfo:
-        """See `LoadInfo`. NotUnderstood; httpx.HTTPError: it is not there."""
+        """Ask for `LoadInfo`. ProtocolError; httpx.HTTPError: it is not there."""
         return _decode(LoadInfo, await self._get("/load", _LOOK))
 
     async def ready(self) -> str | None:
-        """Why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
+        """Ask why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
         answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
         if answer.status_code == 200:
             return None
@@ -177,20 +194,20 @@ class InstanceClient:
             return f"it is not ready: {answer.text[:_SHOWN]}"
 
     async def swap(self, keys: list[int], tier: str) -> int:
-        """Have it take blocks out of a tier; how many it did. NotUnderstood, httpx.HTTPError."""
+        """Have it evict blocks of a tier; returns how many it did. ProtocolError, httpx.HTTPError."""
         body = msgspec.json.encode({"keys": keys, "tier": tier})
         headers = self._headers | {"content-type": "application/json"}
         answer = await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
         if answer.status_code != 200:
-            raise NotUnderstood(f"it answers /kv_swap with status {answer.status_code}: {answer.text[:_SHOWN]}")
+            raise ProtocolError(f"it answers /kv_swap with status {answer.status_code}: {answer.text[:_SHOWN]}")
         return _decode(_Evicted, answer.content).evicted
 
     async def resume(self, body: bytes, request_id: str) -> AsyncGenerator[list[EventLine]]:
-        """Have it go on with a request: the events of each step, the first time none: it has taken the request.
+        """Have it go on with a request: yields no events once it has taken the request, then those of each step.
 
         Raises:
           Refused: it does not take it.
-          NotUnderstood: it answers what is none.
+          ProtocolError: it answers what is none.
           httpx.HTTPError: its connection breaks.
         """
         headers = self._headers | {"content-type": "application/json", "x-request-id": request_id}
@@ -205,7 +222,7 @@ class InstanceClient:
                 try:
                     yield decode_events(line)
                 except (msgspec.DecodeError, ValueError) as error:
-                    raise NotUnderstood(f"its events are none: {error}") from None
+                    raise ProtocolError(f"its events are none: {error}") from None
 
     def close(self) -> None:
         """Close connections that are idle."""
@@ -214,7 +231,7 @@ class InstanceClient:
     async def _get(self, path: str, timeout: httpx.Timeout) -> bytes:
         answer = await self._http.get(self.url + path, headers=self._headers, timeout=timeout)
         if answer.status_code != 200:
-            raise NotUnderstood(f"it answers {path} with status {answer.status_code}: {answer.text[:_SHOWN]}")
+            raise ProtocolError(f"it answers {path} with status {answer.status_code}: {answer.text[:_SHOWN]}")
         return answer.content
 
 
@@ -222,7 +239,7 @@ def _decode(kind: type[_T], content: bytes) -> _T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, ValueError) as error:
-        raise NotUnderstood(f"{kind.__name__} of it can't be: {error}") from None
+        raise ProtocolError(f"{kind.__name__} of it can't be: {error}") from None
 
 
 async def _bytes_of(parts: AsyncGenerator[Head | bytes]) -> AsyncGenerator[bytes]:

@@ -1,4 +1,4 @@
-"""`Instances`: watches the instances of a cluster, and tells the conductor who joins, drains and is lost.
+"""`Instances`: watches the instances of a cluster, and tells the conductor which join, drain and are lost.
 
 Each is looked at several times a second. One that is gone is removed, and joins again by itself when it is back; one
 that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
@@ -8,44 +8,91 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
-from longctx.cluster.router.instance import Instance
-from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
-from longctx.cluster.router.instance_costs import InstanceCosts
-from longctx.cluster.router.kv_feed import KvFeed
+from longctx.cluster.prefix_index.reader import KvEventReader
+from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, check_url
 
 logger = logging.getLogger(__name__)
 
 MAX_SKEW = 10.0
 """Seconds that clocks of instances may differ from the router's."""
 
-_REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is dead: nobody listens; nothing comes
+_REFUSED, _SILENT = 2, 3  # looks in a row after which it is dead: whose connection is refused; that time out
 _READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
+_ANY = ("*", "0.0.0.0", "[::]")  # hosts of endpoints that listen on all addresses
+
+State = Literal["joining", "open", "draining", "dead", "excluded"]
+"""Never reached yet; taking requests; finishing what it has; not there any more; not to be trusted."""
+
+
+@dataclass(eq=False)
+class Instance:
+    """Instance of a cluster as the router sees it, and the requests there.
+
+    Attributes:
+      name: no other instance of the cluster has it.
+      role: that it has, or will have when it joins.
+      reason: why it is not open.
+      is_held: an administrator drains it: it does not open by itself.
+      retry_at: when it may join again, by `time.monotonic`.
+      num_excluded: how often in a row it was excluded.
+      info, load: what it said last.
+      heard: when that was, by `time.monotonic`.
+      followers: tasks that read events of requests there; all are cancelled when it is lost.
+    """
+
+    name: str
+    client: InstanceClient
+    role: Role
+    state: State = "joining"
+    reason: str = "it has not been reached yet"
+    is_held: bool = False
+    retry_at: float = 0.0
+    num_excluded: int = 0
+    missed: int = 0
+    info: ServerInfo | None = None
+    load: LoadInfo | None = None
+    heard: float = field(default_factory=time.monotonic)
+    followers: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the conductor knows it."""
+        return self.state in ("open", "draining")
+
+    def lose(self) -> None:
+        """Cancel all that is read from it."""
+        for task in tuple(self.followers):
+            if not task.cancelling():
+                task.cancel()
 
 
 class Instances:
-    """Those of one cluster. For the event loop.
+    """Instances of one cluster. For the event loop.
 
     Args:
+      events: reads the KV events of members, by which the index knows which blocks they have.
       key: of an administrator of the instances; None: they need none.
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
       vocab_size: of the model. max_length: of prompts and answers, in tokens.
       bandwidth, latency, look_seconds: see `RouterSettings`.
-      lost: is called with an instance that is a member no more.
     """
 
     def __init__(
         self,
         conductor: Conductor,
-        feed: KvFeed,
+        events: KvEventReader,
         key: str | None,
         page_size: int,
         keys: str | None,
@@ -54,9 +101,8 @@ class Instances:
         bandwidth: float,
         latency: float = 0.0,
         look_seconds: float = 0.25,
-        lost: Callable[[Instance], object] = lambda instance: None,
     ) -> None:
-        self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
+        self._conductor, self._events, self._key = conductor, events, key
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
         self._max_length = max_length
         self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
@@ -113,14 +159,14 @@ class Instances:
         self._set_draining(instance, "it is drained by an administrator")
 
     def restore(self, instance: Instance) -> None:
-        """The opposite of `drain`, and the end of an exclusion."""
+        """Undo `drain`, and end an exclusion."""
         instance.is_held, instance.retry_at = False, 0.0
         if instance.state == "draining":
             self._conductor.restore(instance.name, time.monotonic())
             instance.state, instance.reason = "open", ""
 
     def set_role(self, instance: Instance, role: Role) -> None:
-        """What it does from now on. ValueError: there is no such role."""
+        """Change what it does from now on. ValueError: there is no such role."""
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
         if instance.is_member:
@@ -130,18 +176,18 @@ class Instances:
     # What requests notice.
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It said what can't be: it is not trusted for a while."""
+        """Remove an instance that broke the protocol; it may join again after a penalty."""
         instance.num_excluded += 1
         penalty = min(_MOST_PENALTY, _PENALTY * 2 ** (instance.num_excluded - 1))
         instance.retry_at = time.monotonic() + penalty
         self._leave(instance, "excluded", reason)
 
     def suspect(self, instance: Instance) -> None:
-        """A connection to it broke: the next look that fails is the last one."""
+        """Note that a connection to it broke: the next look that fails is the last one."""
         instance.missed = max(instance.missed, _REFUSED - 1)
 
     async def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching all instances."""
         watchers = list(self._watchers.values())
         for each in watchers:
             each.cancel()
@@ -161,7 +207,7 @@ class Instances:
                     await self._look(instance, count)
                 elif time.monotonic() >= instance.retry_at:
                     await self._join(instance)
-            except NotUnderstood as error:
+            except ProtocolError as error:
                 self.exclude(instance, str(error))
             except httpx.HTTPError as error:
                 self._miss(instance, error)
@@ -185,13 +231,12 @@ class Instances:
             (each for each in self.members if each.info is not None and each.info.instance == info.instance), None
         )
         if same is not None:
-            raise NotUnderstood(f"it is {same.name} by another address, {same.client.url}")
+            raise ProtocolError(f"it is {same.name} by another address, {same.client.url}")
         load = await instance.client.load()
-        costs = InstanceCosts(info, await instance.client.predictor())
         spec = InstanceSpec(
             name=instance.name,
             role=instance.role,
-            costs=costs,
+            costs=await instance.client.costs(info),
             block_size=info.page_size,
             decode_tokens=info.max_total_num_tokens,
             max_running=info.max_running,
@@ -204,53 +249,70 @@ class Instances:
         try:
             self._conductor.join(spec, time.monotonic())
         except (TypeError, ValueError) as error:
-            raise NotUnderstood(str(error)) from None
-        instance.costs, instance.info, instance.state, instance.reason, instance.missed = costs, info, "open", "", 0
-        self._feed.open(instance.name, info, instance.client.url)
+            raise ProtocolError(str(error)) from None
+        instance.info, instance.state, instance.reason, instance.missed = info, "open", "", 0
+        self._follow_events(instance.name, info, instance.client.url)
         logger.info("longctx: %s has joined as %s: %s", instance.name, instance.role, instance.client.url)
         if instance.is_held:
             self._set_draining(instance, "it is drained by an administrator")
         self._note(instance, load)
 
+    def _follow_events(self, name: str, info: ServerInfo, url: str) -> None:
+        """Follow the KV events of an instance that publishes some; else no cached block of it is known."""
+        found = info.kv_events
+        if found is None:
+            logger.warning("longctx: %s publishes no KV events (--kv-events): what it has cached is not known", name)
+            return
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        replay = None if found.replay is None else _reachable(found.replay, host)
+        try:
+            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"its KV events can't be read: {error}") from None
+
     def _check(self, info: ServerInfo, sent: float, received: float) -> None:
-        """NotUnderstood, unless it can be one of this cluster."""
+        """ProtocolError, unless it can be one of this cluster."""
         if info.page_size != self._page_size:
-            raise NotUnderstood(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
+            raise ProtocolError(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
         if info.keys != self._keys:
-            raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
+            raise ProtocolError("its keys of pages are made with another secret: see --kv-secret-file")
         if info.vocab_size != self._vocab_size:
-            raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
+            raise ProtocolError(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
         if info.max_model_len < self._max_length:
-            raise NotUnderstood(
+            raise ProtocolError(
                 f"its longest sequence has {info.max_model_len} tokens, that of the cluster {self._max_length}"
             )
         skew = max(sent - info.time, info.time - received, 0.0)
         if not skew <= MAX_SKEW:
             side = "behind" if info.time < sent else "ahead of"
-            raise NotUnderstood(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
+            raise ProtocolError(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
         if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
-            raise NotUnderstood("it says that it has no room for any request")
+            raise ProtocolError("it says that it has no room for any request")
 
     async def _look(self, instance: Instance, count: int) -> None:
         load = await instance.client.load()
         not_ready = None
         if count % _READY_EVERY == 0:
             not_ready = await instance.client.ready()
-        if count % _COSTS_EVERY == 0 and instance.costs is not None:
-            instance.costs.update(await instance.client.predictor())
+        costs = None
+        if count % _COSTS_EVERY == 0 and instance.info is not None:
+            costs = await instance.client.costs(instance.info)
         if not instance.is_member:
             return
+        if costs is not None:
+            self._conductor.set_costs(instance.name, costs)
         instance.missed = 0
         self._note(instance, load)
         if not_ready is not None and not load.draining:
             self._leave(instance, "joining", not_ready)  # its engine has failed: it joins when it is back
 
     def _note(self, instance: Instance, load: LoadInfo) -> None:
-        """Tell the conductor what an instance says of itself; NotUnderstood: it can't be."""
+        """Tell the conductor what an instance says of itself; ProtocolError: it can't be."""
         info = instance.info
         assert info is not None
         if load.decoding > info.max_running or load.decode_tokens > info.max_total_num_tokens:
-            raise NotUnderstood(
+            raise ProtocolError(
                 f"it says that {load.decoding} requests with {load.decode_tokens} tokens decode, of "
                 f"{info.max_running} and {info.max_total_num_tokens} at most"
             )
@@ -258,7 +320,7 @@ class Instances:
         try:
             self._conductor.report(instance.name, report, time.monotonic())
         except (TypeError, ValueError) as error:
-            raise NotUnderstood(str(error)) from None
+            raise ProtocolError(str(error)) from None
         instance.load, instance.heard = load, time.monotonic()
         if time.monotonic() > instance.retry_at + _MOST_PENALTY:
             instance.num_excluded = 0
@@ -268,7 +330,7 @@ class Instances:
             self.restore(instance)
 
     def _miss(self, instance: Instance, error: httpx.HTTPError) -> None:
-        """It did not answer."""
+        """Note that it did not answer."""
         instance.missed += 1
         is_refused = isinstance(error, httpx.ConnectError)
         if instance.is_member:
@@ -283,13 +345,19 @@ class Instances:
         instance.load = None
         if was_member:
             logger.warning("longctx: %s is %s: %s", instance.name, state, reason)
-            self._feed.close(instance.name)
+            self._events.remove(instance.name)
             with contextlib.suppress(ValueError):
                 self._conductor.remove(instance.name, time.monotonic())
             instance.lose()
-            self._lost(instance)
 
     def _set_draining(self, instance: Instance, reason: str) -> None:
         if instance.state == "open":
             self._conductor.drain(instance.name, time.monotonic())
             instance.state, instance.reason = "draining", reason
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    """Replace the host of an endpoint that listens on all addresses by that at which its instance is reached."""
+    kind, separator, address = endpoint.partition("://")
+    own, colon, port = address.rpartition(":")
+    return f"{kind}{separator}{host}{colon}{port}" if kind == "tcp" and own in _ANY else endpoint

@@ -1,8 +1,8 @@
 """`RoutedRequest`: a request of a client, from its arrival to its one answer, whatever becomes of instances meanwhile.
 
-The instance that decodes is sent the request, and is told who reads its prompt. If that instance refuses, dies or
-answers what can't be, another one is sent the request with a `Handoff` of the tokens that the client has had: it goes
-on with the same seed, and what it repeats is compared and left out.
+The instance that decodes is sent the request, and is told which one computes its prompt. If that instance refuses,
+dies or breaks the protocol, another one is sent the request with a `Handoff` of the tokens that the client has had: it
+goes on with the same seed, and the tokens that it repeats are compared and left out.
 """
 
 import asyncio
@@ -18,17 +18,14 @@ import httpx
 import msgspec
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection
-from longctx.cluster.router.event_check import EventCheck
-from longctx.cluster.router.instance import Instance
-from longctx.cluster.router.instance_client import NotUnderstood, Refused
-from longctx.cluster.router.instances import Instances
-from longctx.cluster.router.rejections import refused, rejected
-from longctx.cluster.router.router_stats import RouterStats
+from longctx.cluster.conductor.request import Assignment, Bound, ClusterRequest, Decision, Rejection
+from longctx.cluster.router.instance_client import ProtocolError, Refused
+from longctx.cluster.router.instances import Instance, Instances
+from longctx.cluster.router.router_metrics import RouterStats
 from longctx.serving.engine.departure import Sink
-from longctx.serving.request.output import Event, FinishReason, Output
+from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.event_lines import EventLine
 from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
 
@@ -37,7 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 8
 """Instances that may fail one request which they have taken, until it is given up: it may be the cause."""
 
-PATIENCE = 60.0
+RESUME_TIMEOUT = 60.0
 """Seconds for which a request that has begun waits for an instance that can go on with it."""
 
 _FAILED_PAUSE, _REFUSED_PAUSE = 1.0, 0.2  # seconds until an instance is asked again that failed, or refused
@@ -45,37 +42,40 @@ _LEAST_PAUSE, _MOST_PAUSE = 0.01, 0.25  # seconds between two attempts to place 
 _END_SECONDS = 1.0  # for which the end of an answer may come after its last event
 _LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
-
-
+_LEAST_RETRY, _MOST_RETRY = 0.5, 120.0  # seconds after which a client may come again
+_REASONS: dict[Bound, str] = {
+    "ttft": "the first token would come too late",
+    "tbt": "tokens would come too slowly",
+    "memory": "no instance has room for its keys and values",
+    "prefill_load": "the instances that read prompts have too much to do",
+    "decode_load": "the instances that write answers have too much to do",
+    "no_instance": "there is no instance for it",
+}
 _seeds = random.Random()
 
 
+@dataclasses.dataclass(frozen=True)
 class Routing:
-    """What all requests of a router share.
+    """Collaborators that all requests of a router share.
 
-    Args:
+    Attributes:
       failures: where answers to requests that fail are left, see `Frontend`.
       flush: is called after sinks.
       ended: is called with each completion that ends.
     """
 
-    def __init__(
-        self,
-        conductor: Conductor,
-        instances: Instances,
-        stats: RouterStats,
-        vocab_size: int,
-        clock: Callable[[], float],
-        failures: dict[str, ApiError],
-        flush: Callable[[], object],
-        ended: Callable[[Output, PreparedRequest], object],
-    ) -> None:
-        self.conductor, self.instances, self.stats, self.vocab_size = conductor, instances, stats, vocab_size
-        self.clock, self.failures, self.flush, self.ended = clock, failures, flush, ended
+    conductor: Conductor
+    instances: Instances
+    stats: RouterStats
+    vocab_size: int
+    clock: Callable[[], float]
+    failures: dict[str, ApiError]
+    flush: Callable[[], object]
+    ended: Callable[[Output, PreparedRequest], object]
 
 
 class RoutedRequest:
-    """One request. Its methods are for the event loop.
+    """Request of a client, until its end. For the event loop.
 
     Args:
       arrival: by the router's clock.
@@ -90,7 +90,7 @@ class RoutedRequest:
         seed = prepared.request.sampling.seed
         seed = _seeds.randrange(2**31) if seed is None else seed
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
-        self._check = EventCheck(prepared, routing.vocab_size)
+        self._check = _EventCheck(prepared, routing.vocab_size)
         self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
         self._last_token: dict[int, float] = {}
         self._attempts = self._num_failures = self._had = 0
@@ -105,7 +105,7 @@ class RoutedRequest:
         return self._relayed.num_tokens > 0
 
     async def run(self, decision: Decision) -> None:
-        """See it to its end.
+        """Have instances serve it until its end.
 
         Args:
           decision: the first one.
@@ -140,7 +140,7 @@ class RoutedRequest:
             routing.conductor.cancelled(name, routing.clock())
 
     def end(self, reason: FinishReason, error: ApiError | None = None) -> None:
-        """Tell the client that nothing comes any more, unless it knows."""
+        """End all completions that are open."""
         if self._relayed.open:
             if error is not None:
                 self._routing.failures[self._request.request_id] = error
@@ -156,19 +156,19 @@ class RoutedRequest:
         return routing.conductor.assign(self._request, now, exclude, generated, waited)
 
     async def _placed(self, decision: Decision) -> Assignment:
-        """Wait until there is a place. ApiError: there is none, or not for too long."""
+        """Wait until an instance may take it. ApiError: none may, or not for too long."""
         routing = self._routing
         since, pause = routing.clock(), _LEAST_PAUSE
         while isinstance(decision, Rejection):
             waited = routing.clock() - since
             if self._has_begun:
-                if waited >= PATIENCE:
-                    message = f"nobody could go on with it for {PATIENCE:.0f} s; before that: {self._problem}"
+                if waited >= RESUME_TIMEOUT:
+                    message = f"nobody could go on with it for {RESUME_TIMEOUT:.0f} s; before that: {self._problem}"
                     raise refused("instances_failed", message)
             elif decision.is_deferred:
                 pause = max(decision.retry_after, _LEAST_PAUSE)
             else:
-                routing.stats.note_rejection(decision)
+                routing.stats.rejections[decision.bound, decision.stage] += 1
                 raise rejected(decision) if self._refusal is None else self._refusal
             await asyncio.sleep(min(pause, _MOST_PAUSE))
             pause *= 2
@@ -193,7 +193,7 @@ class RoutedRequest:
                 task.result()
         except Refused as error:
             self._note_refusal(instance, error)
-        except (NotUnderstood, RelayBroken) as error:
+        except (ProtocolError, RelayBroken) as error:
             self._routing.instances.exclude(instance, str(error))
             self._note_failure(instance, "nonsense", str(error))
             self._num_failures += 1
@@ -210,11 +210,11 @@ class RoutedRequest:
         self._has_begun = True
         self._excluded[instance.name] = self._routing.clock() + _FAILED_PAUSE
         self._problem = f"{instance.name}: {problem}"
-        self._routing.stats.note_failure(instance.name, why)
+        self._routing.stats.failures[instance.name, why] += 1
 
     def _note_refusal(self, instance: Instance, error: Refused) -> None:
-        """An instance does not take the request. ApiError: nobody would."""
-        self._routing.stats.note_failure(instance.name, "refused")
+        """Note that an instance does not take the request. ApiError: no instance would."""
+        self._routing.stats.failures[instance.name, "refused"] += 1
         pause = _REFUSED_PAUSE if self._has_begun else math.inf
         self._excluded[instance.name] = self._routing.clock() + pause
         self._problem = f"{instance.name}: {error}"
@@ -263,7 +263,7 @@ class RoutedRequest:
             raise problem
 
     def _read(self, entry: EventLine, now: float) -> Event | None:
-        """The client's event; None: the client has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
+        """Make the client's event; None: it has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
         relayed, end = self._relayed, entry.end
         if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
             raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
@@ -273,7 +273,7 @@ class RoutedRequest:
         return relayed.read(entry, now)
 
     def _note_cached(self, cached: int) -> None:
-        """Tokens of the prompt that were found, or loaded: but not those that the prefill instance has computed."""
+        """Note tokens of the prompt that were found or loaded, not those that the prefill instance has computed."""
         placed = self.assignment
         if self._relayed.cached_tokens is None and placed is not None:
             is_apart = placed.prefill != placed.decode
@@ -281,13 +281,14 @@ class RoutedRequest:
             self._relayed.cached_tokens = min(cached, most)
 
     def _note_tokens(self, events: list[Event], now: float) -> None:
-        """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
+        """Note tokens that have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
         routing, stats = self._routing, self._routing.stats
         with_tokens = [event for event in events if event.token_ids]
         stats.output_tokens += len(with_tokens)
+        gaps = stats.histograms["inter_token_latency_seconds"]
         for event in with_tokens:
             if event.index in self._last_token:
-                stats.note_gap(now - self._last_token[event.index])
+                gaps.observe(now - self._last_token[event.index])
             self._last_token[event.index] = now
         if not with_tokens or self._relayed.num_tokens - len(with_tokens) > self._had:
             return
@@ -298,7 +299,7 @@ class RoutedRequest:
             stats.note_first(now - self._arrival, predicted)
         rejection = routing.conductor.prefilled(self._request.request_id, now, has_memory=True)
         if rejection is not None:
-            stats.note_rejection(rejection)
+            stats.rejections[rejection.bound, rejection.stage] += 1
             raise rejected(rejection)
 
     def _tell(self, events: list[Event]) -> None:
@@ -309,7 +310,7 @@ class RoutedRequest:
         self._routing.flush()
 
     def _body(self, assignment: Assignment) -> bytes:
-        """See `/resume`, docs/kv_transfer.md."""
+        """Make the body of `/resume`, see docs/kv_transfer.md."""
         request: Any = dataclasses.replace(
             self._prepared.request,
             prompt=self._prepared.tokens.tolist(),
@@ -320,7 +321,7 @@ class RoutedRequest:
         return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
 
     def _time_left(self) -> float | None:
-        """Seconds within which the first token is wanted; None: nobody said so, or it is there, or too late."""
+        """Return seconds until the deadline of the first token; None: there is none, or it is there, or too late."""
         deadline = self._prepared.request.ttft_deadline
         if deadline is None or self.has_tokens:
             return None
@@ -328,7 +329,7 @@ class RoutedRequest:
         return left if left > _LEAST_TIME else None
 
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
-        """Who reads the prompt, and who has its beginning."""
+        """Name the instance that computes the prompt, and the one that has its prefix."""
         instances, transfer = self._routing.instances.by_name, assignment.transfer
         prefix = None
         if transfer is not None and transfer.source in instances:
@@ -342,8 +343,76 @@ class RoutedRequest:
 
 
 async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
-    """Let the connection be there for the next request; without its end it would be closed."""
-    with contextlib.suppress(TimeoutError, httpx.HTTPError, NotUnderstood, RelayBroken):
+    """Read an answer to its end, so that its connection can be used again."""
+    with contextlib.suppress(TimeoutError, httpx.HTTPError, ProtocolError, RelayBroken):
         async with asyncio.timeout(_END_SECONDS):
             async for _ in lines:
                 pass
+
+
+class _EventCheck:
+    """Checks that each event an instance sends is one that the request asked for, and can be the next."""
+
+    def __init__(self, prepared: PreparedRequest, vocab_size: int) -> None:
+        self._sampling, self._num_prompt, self._vocab_size = prepared.request.sampling, len(prepared.tokens), vocab_size
+
+    def check(self, entry: EventLine, relayed: RelayedOutputs) -> None:
+        """Raise RelayBroken unless an event can be the next one."""
+        sampling, tokens, end = self._sampling, entry.token_ids, entry.end
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise RelayBroken(f"it sends tokens that are not in the vocabulary of {self._vocab_size}")
+        if sampling.logprobs is not None and len(entry.logprobs) != len(tokens):
+            raise RelayBroken("it sends tokens without their log probabilities")
+        self._check_logprobs(entry.logprobs, sampling.logprobs)
+        if entry.text and not tokens and end is None:
+            raise RelayBroken("it sends text without tokens")
+        had = relayed.num_tokens_of(entry.index) + len(tokens) - (1 if tokens and relayed.repeats(entry.index) else 0)
+        if had > sampling.max_tokens:
+            raise RelayBroken(f"it sends more than the {sampling.max_tokens} tokens that were asked for")
+        if end is None or end.reason not in ("stop", "length") or relayed.repeats(entry.index):
+            return
+        if end.reason == "length" and had != sampling.max_tokens:
+            raise RelayBroken(f"it ends after {had} tokens of {sampling.max_tokens}, by length")
+        if not 0 <= end.cached_tokens <= self._num_prompt + had:
+            raise RelayBroken(f"it says that {end.cached_tokens} tokens of {self._num_prompt + had} were cached")
+        if had == 0:
+            raise RelayBroken("it ends a completion without a token")
+        if sampling.prompt_logprobs is not None and entry.index == 0:
+            if end.prompt_logprobs is None or len(end.prompt_logprobs) != self._num_prompt - 1:
+                raise RelayBroken("it sends no log probabilities of the prompt")
+            self._check_logprobs(tuple(end.prompt_logprobs), sampling.prompt_logprobs)
+
+    def _check_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_top: int | None) -> None:
+        for each in logprobs:
+            values = (each.logprob, *(value for _, value in each.top))
+            if len(each.top) > (num_top or 0) or not all(value <= 1e-3 and not math.isnan(value) for value in values):
+                raise RelayBroken("it sends log probabilities that can't be")
+            if not all(0 <= token < self._vocab_size for token, _ in each.top):
+                raise RelayBroken("it sends log probabilities of tokens that are not in the vocabulary")
+
+
+def rejected(rejection: Rejection) -> ApiError:
+    """Make the answer to a rejected request: 429, or 503 if there is no instance."""
+    reason = _REASONS.get(rejection.bound, rejection.bound)
+    parts = [f"the cluster takes no such request now: {reason}"]
+    if math.isfinite(rejection.ttft):
+        parts.append(f"the first token would come after {rejection.ttft:.2f} s")
+    if math.isfinite(rejection.tbt):
+        parts.append(f"each later one after {rejection.tbt:.3f} s")
+    if math.isfinite(rejection.load):
+        parts.append(f"the load is {rejection.load:.2f} of what the SLO allows")
+    if rejection.stage == "decode":
+        parts.append("its prompt was read in vain")
+    if math.isinf(rejection.retry_after) and rejection.bound != "no_instance":
+        error = refused(rejection.bound, "; ".join(parts), None)
+        error.headers["x-should-retry"] = "false"  # never, as far as is known
+        return error
+    return refused(rejection.bound, "; ".join(parts), min(max(rejection.retry_after, _LEAST_RETRY), _MOST_RETRY))
+
+
+def refused(bound: str, message: str, retry_after: float | None = 1.0) -> ApiError:
+    """Make the answer to a request that could be served at another time."""
+    headers = {DROPPED: bound}
+    if bound in ("no_instance", "instances_failed", "draining"):
+        return ApiError(503, message, None, "server_is_overloaded", retry_after, headers)
+    return ApiError(429, message, None, "slow_down", retry_after, headers)

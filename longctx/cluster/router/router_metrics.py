@@ -1,21 +1,23 @@
-"""`RouterMetrics`: what a router does, in Prometheus's text form.
+"""Metrics of a router: `RouterStats` counts, `RouterMetrics` renders them in Prometheus's text form.
 
-What an engine's server tells, too, has the names that it has there. What only a cluster has is `longctx:cluster_...`.
+Metrics that an engine's server has too have the same names here. Those of a cluster alone are `longctx:cluster_...`.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from longctx.cluster.prefix_index.index import TIERS
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.request import Assignment, ClusterRequest
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex
+from longctx.cluster.router.instances import Instances
+from longctx.serving.request.output import FinishReason, Output
+from longctx.serving.request.request import Request
+from longctx.serving.server import series
 from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
-from longctx.serving.server.series import counter, counters, gauge, gauges, table
-
-if TYPE_CHECKING:
-    from longctx.cluster.router.server import RouterServer
+from longctx.serving.server.series import Histogram, counter, counters, gauge, gauges, one_two_five, table
 
 PREFIX = "longctx:cluster_"
 _VIEWS = (
@@ -29,40 +31,125 @@ _VIEWS = (
     ("open_requests", "Requests that an instance has a part in."),
 )
 _NAMES = {"decoding": "decoding_requests", "tbt": "tbt_seconds"}
+_RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10, 100)
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+    "moved": "moved",
+}
+
+
+class RouterStats:
+    """Counts of a router, written in the event loop and read by scrapes.
+
+    Attributes:
+      assignments: by (prefill instance, decode instance).
+      transfers: prefixes that were sent, by (source, prefill instance).
+      prompt_tokens, cached_tokens: of what was assigned: of prompts, and of those what is in a cache, by prediction.
+      rejections: of which clients were told, by (bound, stage).
+      failures: by (instance, why): `"refused"`, `"broken"`, `"nonsense"`.
+      refusals: answers to clients, by reason.
+      retries: requests that went on elsewhere.
+      ends: completions, by reason.
+      ended_prompt_tokens, output_tokens: of completions; those that clients have had.
+      histograms: of durations as clients see them, by the names of their metrics.
+      ttft_ratio: time to first token over that predicted.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.assignments: Counter[tuple[str, str]] = Counter()
+        self.transfers: Counter[tuple[str, str]] = Counter()
+        self.rejections: Counter[tuple[str, str]] = Counter()
+        self.failures: Counter[tuple[str, str]] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.ends = Counter(dict.fromkeys(_REASONS.values(), 0))
+        self.prompt_tokens = self.cached_tokens = self.ended_prompt_tokens = self.output_tokens = 0
+        self.retries = self.role_changes = self.swapped_blocks = 0
+        lengths = one_two_five(max_length)
+        self.histograms = {
+            "time_to_first_token_seconds": Histogram("Seconds from arrival to the first token.", series.TTFT),
+            "inter_token_latency_seconds": Histogram("Seconds from a token to the next one.", series.GAP),
+            "request_time_per_output_token_seconds": Histogram("Mean seconds of a request's later tokens.", series.GAP),
+            "e2e_request_latency_seconds": Histogram("Seconds from arrival to the end.", series.DURATION),
+            "request_prompt_tokens": Histogram("Tokens of a request's prompt.", lengths),
+            "request_generation_tokens": Histogram("Tokens of a completion.", lengths),
+        }
+        self.ttft_ratio = Histogram("Time to the first token over that predicted.", _RATIO)
+
+    def note_assignment(self, assignment: Assignment, request: ClusterRequest, is_again: bool) -> None:
+        """Count a request that was placed; `is_again`: not for the first time."""
+        self.assignments[assignment.prefill, assignment.decode] += 1
+        if assignment.transfer is not None:
+            self.transfers[assignment.transfer.source, assignment.prefill] += 1
+        if not is_again:
+            self.prompt_tokens += request.prompt_tokens
+            self.cached_tokens += assignment.cached
+
+    def note_first(self, seconds: float, predicted: float | None) -> None:
+        """Observe a TTFT; `predicted`: by the conductor, None if the request was placed several times."""
+        self.histograms["time_to_first_token_seconds"].observe(seconds)
+        if predicted:
+            self.ttft_ratio.observe(seconds / predicted)
+
+    def note_end(self, output: Output, request: Request) -> None:
+        """Count a completion that has ended."""
+        metrics, seen = output.metrics, self.histograms
+        self.ends[_REASONS[output.finish_reason]] += 1
+        self.ended_prompt_tokens += metrics.prompt_tokens
+        seen["request_prompt_tokens"].observe(metrics.prompt_tokens)
+        seen["request_generation_tokens"].observe(metrics.output_tokens)
+        if metrics.finished is not None:
+            seen["e2e_request_latency_seconds"].observe(metrics.finished - metrics.arrival)
+        if metrics.first_token is not None and metrics.last_token is not None and metrics.output_tokens > 1:
+            mean = (metrics.last_token - metrics.first_token) / (metrics.output_tokens - 1)
+            seen["request_time_per_output_token_seconds"].observe(mean)
 
 
 class RouterMetrics(RenderedMetrics):
-    """Renders what a router counts.
+    """Renderer of a router's metrics.
 
     Args:
       prefix: of the metrics that vLLM has too.
+      requests: returns how many requests run, and how many wait.
 
     Raises:
       ValueError: prefix is no name of letters, digits and underscores.
     """
 
-    def __init__(self, prefix: str, server: "RouterServer") -> None:
-        self._prefix, self._server = check_prefix(prefix), server
-        self._labels = {"model_name": server.model_name, "engine": "cluster"}
+    def __init__(
+        self,
+        prefix: str,
+        model_name: str,
+        policy_name: str,
+        conductor: Conductor,
+        index: PrefixIndex,
+        instances: Instances,
+        stats: RouterStats,
+        requests: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._prefix, self._policy_name = check_prefix(prefix), policy_name
+        self._conductor, self._index, self._instances = conductor, index, instances
+        self._stats, self._requests = stats, requests
+        self._labels = {"model_name": model_name, "engine": "cluster"}
         self._register()
 
     def observe_refusal(self, reason: str) -> None:
-        """A request was refused; in the event loop's thread."""
-        self._server.cluster.stats.refusals[reason] += 1
+        """Count a refused request; in the event loop's thread."""
+        self._stats.refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """All families, for `prometheus_client`."""
+        """Yield all families, for `prometheus_client`."""
         yield from self._of_clients()
         yield from self._of_instances()
         yield from self._of_decisions()
 
     def _of_clients(self) -> Iterator[Metric]:
-        """What an engine's server tells, too."""
-        prefix, labels, cluster = f"{self._prefix}:", self._labels, self._server.cluster
-        stats = cluster.stats
-        running = cluster.num_running
-        waiting = cluster.num_requests - running
-        loads = [each.load.token_usage for each in self._server.instances if each.load is not None]
+        """Yield metrics that an engine's server has too."""
+        prefix, labels, stats = f"{self._prefix}:", self._labels, self._stats
+        running, waiting = self._requests()
+        loads = [each.load.token_usage for each in self._instances if each.load is not None]
         usage = sum(loads) / len(loads) if loads else 0.0
         yield gauge(prefix + "num_requests_running", "Requests that have had a token.", labels, running)
         yield gauge(prefix + "num_requests_waiting", "Requests that have had none.", labels, waiting)
@@ -82,32 +169,31 @@ class RouterMetrics(RenderedMetrics):
         yield counters("longctx:requests_refused", refused, labels, "reason", dict(stats.refusals))
 
     def _of_instances(self) -> Iterator[Metric]:
-        labels, server = self._labels, self._server
-        states = Counter((each.role, each.state) for each in server.instances)
+        labels = self._labels
+        states = Counter((each.role, each.state) for each in self._instances)
         yield table(GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), states)
         now = time.monotonic()
-        up = {(each.name, each.role): float(each.state == "open") for each in server.instances}
+        up = {(each.name, each.role): float(each.state == "open") for each in self._instances}
         yield table(
             GaugeMetricFamily, PREFIX + "instance_up", "Whether it takes requests.", labels, ("instance", "role"), up
         )
-        views = server.conductor.instances(now)
+        views = self._conductor.instances(now)
         for name, help in _VIEWS:
             values = {view.name: float(getattr(view, name)) for view in views}
             yield gauges(f"{PREFIX}instance_{_NAMES.get(name, name)}", help, labels, "instance", values)
         blocks: dict[tuple[str, ...], float] = {}
         for view in views:
             for tier in TIERS:
-                blocks[view.name, tier] = server.index.blocks(view.name, tier)
+                blocks[view.name, tier] = self._index.blocks(view.name, tier)
         help = "Blocks that an instance has, by its KV events."
         yield table(GaugeMetricFamily, PREFIX + "instance_blocks", help, labels, ("instance", "tier"), blocks)
-        yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, server.index.num_blocks)
-        yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, server.index.num_bytes)
-        loads = server.conductor.loads(now)._asdict()
+        yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, self._index.num_blocks)
+        yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, self._index.num_bytes)
+        loads = self._conductor.loads(now)._asdict()
         yield gauges(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, "pool", loads)
 
     def _of_decisions(self) -> Iterator[Metric]:
-        labels, stats = self._labels, self._server.cluster.stats
-        policy = self._server.policy_name
+        labels, stats, policy = self._labels, self._stats, self._policy_name
         placed: Counter[tuple[str, ...]] = Counter()
         for (prefill, decode), count in tuple(stats.assignments.items()):
             placed[policy, "prefill", prefill] += count

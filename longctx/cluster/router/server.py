@@ -1,35 +1,42 @@
-"""`RouterServer`: serves the instances of a cluster to the app of one event loop, as `Server` does an engine."""
+"""Router of a cluster: `RouterServer` for the app of one event loop, and the `ClusterBackend` that answers requests."""
 
 import asyncio
+import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import httpx
+import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.request import ClusterRequest, Rejection
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.router.cluster_backend import ClusterBackend
-from longctx.cluster.router.instance_client import NotUnderstood
+from longctx.cluster.prefix_index.reader import KvEventReader
+from longctx.cluster.router.instance_client import ProtocolError
 from longctx.cluster.router.instances import Instances
-from longctx.cluster.router.kv_feed import KvFeed
-from longctx.cluster.router.router_metrics import RouterMetrics
+from longctx.cluster.router.routed_request import RoutedRequest, Routing, rejected
+from longctx.cluster.router.router_metrics import RouterMetrics, RouterStats
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.config import LlamaConfig
 from longctx.models.tokenizer import Tokenizer
 from longctx.serving.config import EngineConfig
+from longctx.serving.engine.departure import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.server.active_call import Limits
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.read_call import CallReader, CallRules
 from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.transfers import Received
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +44,12 @@ _UPKEEP_SECONDS = 1.0  # between two looks at roles and cold blocks
 _RETRY = 2.0  # seconds after which instances may be there
 _NO_TARGET = 1e9
 
+MOST_ID = 200
+"""Characters of a request's id that instances are told: the last ones, which make it unique."""
+
 
 class Member(NamedTuple):
-    """An instance that a router begins with; `name` None: by its URL."""
+    """Instance that a router begins with; `name` None: by its URL."""
 
     url: str
     name: str | None = None
@@ -47,7 +57,7 @@ class Member(NamedTuple):
 
 
 class RouterSettings(NamedTuple):
-    """Of a router alone.
+    """Settings of a router alone.
 
     Attributes:
       instance_key: of an administrator of the instances; None: they need none.
@@ -65,8 +75,107 @@ class RouterSettings(NamedTuple):
     metrics_prefix: str = "longctx"
 
 
+class ClusterBackend:
+    """`Backend` over the instances of a cluster, as an engine's thread is one over its engine. For the event loop.
+
+    Args:
+      failures: where answers to requests that fail after they have begun are left, see `Frontend`.
+      flush: is called after sinks.
+
+    Attributes:
+      on_end: are called with each completion that ends, and its request.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        instances: Instances,
+        vocab_size: int,
+        max_length: int,
+        failures: dict[str, ApiError],
+        flush: Callable[[], object],
+    ) -> None:
+        self.stats = RouterStats(max_length)
+        self.on_end: list[Callable[[Output, Request], object]] = []
+        self._routing = Routing(
+            conductor, instances, self.stats, vocab_size, time.monotonic, failures, flush, self._note_end
+        )
+        self._requests: dict[str, tuple[RoutedRequest, asyncio.Task[None]]] = {}
+        self._ids = map("request-{}".format, itertools.count())
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have had a token."""
+        return sum(routed.has_tokens for routed, _ in self._requests.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have had no token."""
+        return self.num_requests - self.num_running
+
+    def submit(
+        self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
+    ) -> str:
+        """Begin a request; returns its id.
+
+        Raises:
+          TypeError, ValueError: it can never be served.
+          ApiError: it is rejected now.
+        """
+        assert received is None, "instances move pages among themselves"
+        routing, stats = self._routing, self.stats
+        now = routing.clock()
+        name = (prepared.request.request_id or next(self._ids))[-MOST_ID:]
+        if name in self._requests:
+            raise ValueError(f"request_id must be unique, and {name!r} has not ended yet")
+        request = _cluster_request(prepared, name)
+        decision = routing.conductor.assign(request, now)
+        if isinstance(decision, Rejection) and not decision.is_deferred:
+            stats.rejections[decision.bound, decision.stage] += 1
+            raise rejected(decision)
+        routed = RoutedRequest(routing, prepared, request, now if arrival is None else arrival, sink)
+        task = asyncio.get_running_loop().create_task(routed.run(decision), name=f"request {name}")
+        self._requests[name] = routed, task
+        task.add_done_callback(lambda task: self._forget(name, routed, task))
+        return name
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if it is unknown or has ended. Its sink gets its last events before this returns."""
+        found = self._requests.get(request_id)
+        if found is None:
+            return False
+        routed, task = found
+        routed.end("cancelled")
+        task.cancel()
+        return True
+
+    async def close(self) -> None:
+        """End all requests."""
+        tasks = [task for _, task in self._requests.values()]
+        for name in tuple(self._requests):
+            self.cancel(name)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, name: str, routed: RoutedRequest, task: "asyncio.Task[None]") -> None:
+        routed.end("cancelled")  # a task that never ran has not said so
+        self._routing.conductor.cancelled(name, self._routing.clock())
+        self._requests.pop(name, None)
+        if not task.cancelled():
+            task.exception()
+
+    def _note_end(self, output: Output, prepared: PreparedRequest) -> None:
+        self.stats.note_end(output, prepared.request)
+        for call in self.on_end:
+            call(output, prepared.request)
+
+
 class RouterServer(Frontend):
-    """Serves a cluster.
+    """Server of a cluster, as `Server` is of an engine.
 
     Args:
       model: that all instances have; no weights are needed.
@@ -110,10 +219,10 @@ class RouterServer(Frontend):
         )
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
-        self.feed = KvFeed(self.index)
+        self.events = KvEventReader(self.index)
         self.instances = Instances(
             self.conductor,
-            self.feed,
+            self.events,
             router.instance_key,
             config.page_size,
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
@@ -126,14 +235,27 @@ class RouterServer(Frontend):
         self.cluster = ClusterBackend(
             self.conductor, self.instances, model.vocab_size, self._max_length, self.failures, self._flush
         )
-        self.metrics: RouterMetrics = RouterMetrics(router.metrics_prefix, self)
+        self.metrics: RouterMetrics = RouterMetrics(
+            router.metrics_prefix,
+            model_names[0],
+            self.policy_name,
+            self.conductor,
+            self.index,
+            self.instances,
+            self.cluster.stats,
+            lambda: (self.cluster.num_running, self.cluster.num_waiting),
+        )
         self._upkeep: asyncio.Task[None] | None = None
 
     @property
     def policy_name(self) -> str:
-        """Of the conductor."""
+        """Name of the conductor's policy."""
         policy = self.conductor.config.policy
         return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
+
+    def loads(self) -> dict[str, float]:
+        """Predicted time over its SLO, by pool."""
+        return self.conductor.loads(self.now())._asdict()
 
     # What `Frontend` asks.
 
@@ -188,7 +310,7 @@ class RouterServer(Frontend):
 
     def close(self) -> None:
         self.preparer.close()
-        self.feed.stop()
+        self.events.close()
 
     async def _keep_up(self) -> None:
         """Change roles by load, and have cold blocks taken out, where the conductor says so."""
@@ -215,5 +337,20 @@ class RouterServer(Frontend):
                 try:
                     evicted = await instance.client.swap(swap.keys.tolist(), swap.tier)
                     self.cluster.stats.swapped_blocks += evicted
-                except (httpx.HTTPError, NotUnderstood) as error:
+                except (httpx.HTTPError, ProtocolError) as error:
                     logger.warning("longctx: cold blocks of %s stay: %s", instance.name, error)
+
+
+def _cluster_request(prepared: PreparedRequest, name: str) -> ClusterRequest:
+    """Describe a request as the conductor sees it."""
+    request = prepared.request
+    first = b"".join(key[:8] for key in prepared.shared_keys)  # as KV events have them
+    return ClusterRequest(
+        name,
+        len(prepared.tokens),
+        request.sampling.max_tokens * request.sampling.n,
+        np.frombuffer(first, ">u8").astype(np.uint64),
+        request.ttft_deadline,
+        request.tpot_target,
+        request.priority,
+    )

@@ -1,4 +1,4 @@
-"""How pages of the KV cache get from one engine to another: leases, and three ways to fetch their pages.
+"""Transfer of pages of the KV cache from one engine to another: leases, and three ways to fetch their pages.
 
 Exports are loaded when they are first used; none of it imports JAX.
 """

@@ -5,14 +5,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from longctx.cluster.transfer.coverage import Coverage
+import numpy as np
+
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageSlice
 
 
 class Arrivals:
-    """A `PageFetch` that threads of a transfer fill.
+    """`PageFetch` that threads of a transfer fill, in any order of blocks.
 
     Args:
       num_pages: of the load. want: the part of them that is fetched.
@@ -34,10 +35,12 @@ class Arrivals:
         on_close: Callable[[], None],
         stats: TransferStats,
     ) -> None:
+        self._want, self._wake, self._on_taken, self._on_close = want, wake, on_taken, on_close
         self._lock, self._stats = threading.Lock(), stats
-        self._wake, self._on_taken, self._on_close = wake, on_taken, on_close
-        self._come, self._taken = Coverage(num_pages, want), Coverage(num_pages, want)
-        self._blocks: deque[tuple[PageBlock, Any]] = deque()
+        layers, heads = (stop - first for first, stop in want)
+        self._has = np.zeros((num_pages, layers, heads), bool)  # which layers and heads of each page have come
+        self._num_come = self._num_taken = 0  # leading pages that are there in full
+        self._blocks: deque[tuple[PageBlock, Any, int]] = deque()  # with their tags, and `_num_come` after them
         self._is_closed = False
         self.outcome: Outcome | None = None
 
@@ -46,15 +49,18 @@ class Arrivals:
         with self._lock:
             if self._is_closed or self.outcome is not None:
                 return False
-            self._blocks.append((block, tag))
-            self._come.add(block)
-            if self._come.is_complete:
+            layers, heads = block.part.within(self._want)
+            self._has[block.first : block.first + len(block.data), layers, heads] = True
+            while self._num_come < len(self._has) and self._has[self._num_come].all():
+                self._num_come += 1
+            self._blocks.append((block, tag, self._num_come))
+            if self._num_come == len(self._has):
                 self._set_outcome("complete")
         self._wake()
         return True
 
     def end(self, outcome: Outcome) -> None:
-        """No more blocks will come. The first call counts."""
+        """Note that no more blocks will come. The first call counts."""
         with self._lock:
             if self.outcome is not None:
                 return
@@ -66,9 +72,8 @@ class Arrivals:
         tags = []
         with self._lock:
             while self._blocks and (not taken or self._blocks[0][0].data.nbytes <= max_bytes):
-                block, tag = self._blocks.popleft()
+                block, tag, self._num_taken = self._blocks.popleft()
                 max_bytes -= block.data.nbytes
-                self._taken.add(block)
                 taken.append(block)
                 tags.append(tag)
         for tag in tags:
@@ -82,8 +87,7 @@ class Arrivals:
 
     @property
     def num_pages(self) -> int:
-        with self._lock:
-            return self._taken.num_pages
+        return self._num_taken
 
     def close(self) -> None:
         with self._lock:
@@ -92,7 +96,7 @@ class Arrivals:
             self._is_closed = True
             if self.outcome is None:
                 self._set_outcome("dropped")
-            tags = [tag for _, tag in self._blocks]
+            tags = [tag for _, tag, _ in self._blocks]
             self._blocks.clear()
         for tag in tags:
             self._on_taken(tag)

@@ -1,4 +1,4 @@
-"""Pages from another engine of this process: blocks are handed over as they are, arrays of JAX too.
+"""`LocalReceiver`: pages from another engine of this process; blocks are handed over as they are, arrays of JAX too.
 
 `jax.device_put` onto the other engine's devices happens where they are written.
 """
@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any
 
 from longctx.cluster.transfer.arrivals import Arrivals
-from longctx.cluster.transfer.export import export_pages, find_wanted
-from longctx.cluster.transfer.lease import Exporter, LeaseGone
+from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.kv_cache.connector import PageFetch
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LocalReceiver:
-    """Fetches pages of leases of engines in this process.
+    """Receiver of pages of leases of engines in this process.
 
     Args:
       layout, fingerprint: of the pages of the engine that fetches.
@@ -89,35 +89,39 @@ class LocalReceiver:
     def source(
         self, exporter: Exporter, lease_id: str, fingerprint: bytes = b"", release: bool = True
     ) -> "LocalSource":
-        """The pages of one lease, as a `PageSource`.
+        """Make the source of the pages of one lease.
 
         Args:
           exporter: the engine that has them.
           lease_id: of the lease.
           fingerprint: of the model and weights of that engine; pages of others are refused.
           release: whether the end of a fetch releases the lease.
+
+        Returns:
+          A `LeasedSource`.
         """
         return LocalSource(self, exporter, lease_id, fingerprint, release)
 
 
+@dataclass(frozen=True, eq=False)
 class LocalSource:
-    """A `PageSource`: the pages of a lease in this process. Closing a fetch releases the lease if `release`."""
+    """`LeasedSource` of the pages of a lease in this process. Closing a fetch releases the lease if `releases`."""
 
-    def __init__(
-        self, receiver: LocalReceiver, exporter: Exporter, lease_id: str, fingerprint: bytes, release: bool
-    ) -> None:
-        self._receiver, self._exporter, self._lease_id = receiver, exporter, lease_id
-        self._fingerprint, self._release = fingerprint, release
+    receiver: LocalReceiver
+    exporter: Exporter
+    lease_id: str
+    fingerprint: bytes
+    releases: bool
 
     def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
-        receiver = self._receiver
+        receiver = self.receiver
         window = threading.Semaphore(receiver.options.window_blocks)
         closed = threading.Event()
 
         def on_close() -> None:
             closed.set()
             window.release()
-            if self._release:
+            if self.releases:
                 self.release()
 
         def run() -> None:
@@ -128,17 +132,17 @@ class LocalSource:
         return arrivals
 
     def release(self) -> None:
-        """Release the lease: nobody will fetch it."""
-        self._exporter.release(self._lease_id)
+        """Release the lease: it will not be fetched."""
+        self.exporter.release(self.lease_id)
 
     def _copy(
         self, keys: list[Key], arrivals: Arrivals, window: threading.Semaphore, closed: threading.Event
     ) -> Outcome:
-        receiver, deadline = self._receiver, time.monotonic() + self._receiver.options.deadline
+        receiver, deadline = self.receiver, time.monotonic() + self.receiver.options.deadline
         try:
-            lease = self._exporter.open(self._lease_id)
-            receiver.layout.check_same(lease.layout, f"lease {self._lease_id}")
-            if self._fingerprint != receiver.fingerprint:
+            lease = self.exporter.open(self.lease_id)
+            receiver.layout.check_same(lease.layout, f"lease {self.lease_id}")
+            if self.fingerprint != receiver.fingerprint:
                 raise ValueError("the pages are of another model or of other weights")
             wanted = find_wanted(lease, keys, receiver.part)
         except (LeaseGone, ValueError) as error:
@@ -146,7 +150,7 @@ class LocalSource:
             return "refused"
         is_closed = lambda: closed.is_set() or time.monotonic() > deadline  # noqa: E731
         try:
-            for block in export_pages(self._exporter, lease, wanted, receiver.options, is_closed):
+            for block in export_pages(self.exporter, lease, wanted, receiver.options, is_closed):
                 if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
                     return "late"
                 receiver.stats.add_block(block.data.nbytes)

@@ -1,4 +1,4 @@
-"""What the two sides of a transfer between processes say to each other, and how it looks on the wire.
+"""Messages between the two sides of a transfer between processes, and their wire format.
 
 A message is one or two frames: a header, and for a block its bytes. The header is MessagePack and ends with 8 bytes
 of XXH3 over what is before; it says what XXH3 the block's bytes have. Nothing that is read can name a type or run code.
@@ -25,7 +25,7 @@ Range = tuple[Number, Number]
 
 
 class Place(Struct, array_like=True, frozen=True):
-    """Where a block lies in registered memory of the sender: a segment of Mooncake's transfer engine, and a slot."""
+    """Place of a block in registered memory of the sender: a segment of Mooncake's transfer engine, and a slot."""
 
     segment: Text
     address: int  # of 64 bits, so without the limit of other numbers
@@ -33,7 +33,7 @@ class Place(Struct, array_like=True, frozen=True):
 
 
 class Open(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: begin transfer `fetch` of these pages and this part of a lease, in blocks of at most so many bytes."""
+    """Receiver: begin transfer `fetch` of these pages and this part of a lease, in blocks of at most `block_bytes`."""
 
     fetch: Number
     version: Number
@@ -44,11 +44,11 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
     layers: Range
     heads: Range
     block_bytes: Annotated[int, Meta(ge=1, lt=2**41)]
-    patience: Number = 0  # milliseconds in which a lease that is not there yet may come
+    lease_timeout: Number = 0  # milliseconds within which a lease that is not there yet may come
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: there is room for so many blocks more; with 0 a sign of life."""
+    """Receiver: there is room for `blocks` more; with 0 a sign of life."""
 
     fetch: Number
     blocks: Number
@@ -68,13 +68,13 @@ class Close(Struct, tag=True, array_like=True, frozen=True):
 
 
 class Release(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: nobody needs this lease any more."""
+    """Receiver: this lease is not needed any more."""
 
     lease: Text
 
 
 class Opened(Struct, tag=True, array_like=True, frozen=True):
-    """Sender: the transfer begins; so the pages are."""
+    """Sender: the transfer begins, of pages of this layout and fingerprint."""
 
     fetch: Number
     layout: PageLayout
@@ -135,7 +135,7 @@ class Corrupt(ValueError):
 
 
 def encode(message: FromReceiver | FromSender) -> bytes:
-    """The header of a message."""
+    """Make the header of a message."""
     header = _ENCODER.encode(message)
     return header + xxhash.xxh3_64_digest(header)
 
@@ -157,20 +157,20 @@ def decode(header: Any, decoder: "msgspec.msgpack.Decoder[_T]") -> _T:
 
 
 def digest_of(data: Any) -> bytes:
-    """XXH3 of a block's bytes."""
+    """Compute the XXH3 of a block's bytes."""
     return xxhash.xxh3_64_digest(data)
 
 
 def part_of(message: Open | Block) -> PageSlice:
-    """The layers and heads that a message names."""
+    """Return the layers and heads that a message names."""
     return PageSlice(message.layers, message.heads)
 
 
 def to_array(data: Any, shape: List[int], layout: PageLayout) -> np.ndarray:
-    """A block's bytes as an array, without a copy."""
+    """View a block's bytes as an array, without a copy."""
     return np.frombuffer(data, np.uint8).view(layout.bits).reshape(shape)
 
 
 def shorten(text: str) -> str:
-    """A text of another process for a message or a log: short, and without what a terminal would obey."""
+    """Shorten a text of another process for a message or a log, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:_MOST_TEXT])

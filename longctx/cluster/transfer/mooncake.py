@@ -1,18 +1,24 @@
-"""Pages over Mooncake's transfer engine: receivers read blocks from registered memory of the sender, by TCP or RDMA.
+"""Pages over Mooncake: its transfer engine as a way of transfer, and its distributed store as a tier.
 
-What is said about them goes over ZeroMQ as ever, checksums too. The engine itself has neither encryption nor access
-control: whoever reaches its port can read the memory that is registered, and that is staged blocks only. So it is for
-networks that are trusted, and the memory that receivers register is written by nobody else.
+By the engine, receivers read blocks from registered memory of the sender, by TCP or RDMA. Headers and checksums go over
+ZeroMQ all the same. The engine itself has neither encryption nor access control: any process that reaches its port can
+read the memory that is registered, which holds staged blocks only. So it is for trusted networks.
 
-Source: Mooncake, section 3 (an RDMA messenger); its transfer engine is the one that the authors published.
+Each engine gives a segment of its memory to the store; a master knows where values are and evicts them. The store has
+neither encryption nor access control, either.
+
+Source: Mooncake, section 3 (an RDMA messenger), and section 4 of its later versions (Mooncake Store); both are the
+implementations that the authors published.
 """
 
 import contextlib
 import logging
 import queue
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
@@ -23,12 +29,15 @@ from longctx.serving.validation import check_integer
 _LOG = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed
 _CLOSE_SECONDS = 5.0
+_REACH_SECONDS = 3.0
+_OPTIONS = {"segment_bytes": 1 << 30, "buffer_bytes": 64 << 20}
+_TEXTS = {"protocol": "tcp", "devices": "", "ip": ""}
 LIBRARIES = "Debian's libibverbs1, libnl-3-200 and libnl-route-3-200"
 
 
 @contextlib.contextmanager
 def mooncake_loaded(what: str) -> Iterator[None]:
-    """Within it, an import of Mooncake that fails says what `what` lacks: the extra, or libraries of the system."""
+    """Make imports of Mooncake within it say what `what` lacks: the extra, or libraries of the system."""
     try:
         with extras.needed("mooncake", what):
             yield
@@ -58,7 +67,7 @@ def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
 
 
 class RegisteredSlots:
-    """Memory that a transfer engine may move, in slots of equal size; released by `close`.
+    """Memory that a transfer engine may read or write, in slots of equal size; released by `close`.
 
     Raises:
       RuntimeError: it can't be registered.
@@ -74,7 +83,7 @@ class RegisteredSlots:
             raise RuntimeError(f"{self._memory.nbytes} bytes can't be registered with Mooncake's transfer engine")
 
     def slot(self, number: int, num_bytes: int) -> np.ndarray:
-        """The first bytes of a slot."""
+        """Return the first bytes of a slot."""
         return self._memory[number, :num_bytes]
 
     def address_of(self, number: int) -> int:
@@ -95,39 +104,41 @@ class MooncakeStaging:
     def __init__(self, engine: Any, ip: str, num_slots: int, slot_bytes: int) -> None:
         self._slots = RegisteredSlots(engine, num_slots, slot_bytes)
         self._segment = f"{ip}:{engine.get_rpc_port()}"
-        self._changed = threading.Condition()
-        self._free = list(range(num_slots))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(num_slots):
+            self._free.put(slot)
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
 
     def put(self, data: np.ndarray, is_closed: Callable[[], bool]) -> Place | None:
         """Wait for a slot, and copy a block `[bytes]` uint8 there; None: closed."""
         if data.nbytes > self.slot_bytes:
             raise ValueError(f"a block of {data.nbytes} bytes does not fit a slot of {self.slot_bytes}")
-        with self._changed:
-            while not self._free:
+        while True:
+            try:
+                slot = self._free.get(timeout=_WAIT_SECONDS)
+                break
+            except queue.Empty:
                 if is_closed():
                     return None
-                self._changed.wait(_WAIT_SECONDS)
-            slot = self._free.pop()
         self._slots.slot(slot, data.nbytes)[:] = data
         return Place(self._segment, self._slots.address_of(slot), slot)
 
     def free(self, slot: int) -> None:
-        with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+        """Let another block use a slot."""
+        self._free.put(slot)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Number of slots without a block."""
+        return self._free.qsize()
 
     def close(self) -> None:
-        """After the sender was closed."""
+        """Release the memory, after the sender was closed."""
         self._slots.close()
 
 
 class MooncakePuller:
-    """Reads blocks from senders' memory, one after the other in a thread of its own; see `PageReceiver`.
+    """Reader of blocks from senders' memory, one after the other in a thread of its own; see `PageReceiver`.
 
     Args:
       engine: of `make_engine`. block_bytes: the most that a block has.
@@ -165,3 +176,98 @@ class MooncakePuller:
             _LOG.exception("longctx: Mooncake's transfer engine failed")
             return None
         return None if failed else self._slots.slot(0, num_bytes).tobytes()
+
+
+class MooncakeStore:
+    """A `RemoteStore` behind `MooncakeDistributedStore`. Several threads may wait for it.
+
+    Args:
+      store: that was set up.
+      buffer_bytes: of its local buffer, which what is read at a time has to fit.
+    """
+
+    def __init__(self, store: Any, buffer_bytes: int) -> None:
+        self._store, self._buffer_bytes = store, buffer_bytes
+        self._reading = threading.Lock()  # of the buffer
+
+    def exists(self, names: Sequence[bytes]) -> int:
+        """Count leading names that it has."""
+        found = self._store.batch_is_exist([name.hex() for name in names])
+        return next((i for i, there in enumerate(found) if there != 1), len(names))
+
+    def get(self, names: Sequence[bytes], out: np.ndarray) -> int:
+        """Fill rows of `out` `[names, bytes]` uint8 with the values of leading names; returns how many."""
+        count, group = 0, max(1, self._buffer_bytes // 2 // out.shape[1])
+        while count < len(names):
+            some = [name.hex() for name in names[count : count + group]]
+            with self._reading:
+                values = self._store.get_batch(some)
+            for value in values:
+                if len(value) != out.shape[1]:  # it is not there: the value is empty
+                    return count
+                out[count] = np.frombuffer(value, np.uint8)
+                count += 1
+        return count
+
+    def put(self, name: bytes, value: bytes) -> bool:
+        """Keep a value; returns whether it was kept."""
+        return bool(self._store.put(name.hex(), value) == 0)
+
+    def close(self) -> None:
+        """Leave the store, and take this machine's segment along."""
+        self._store.close()
+
+
+def open_store(url: str) -> MooncakeStore:
+    """Open the store of a master, `mooncake://HOST:PORT`.
+
+    Args:
+      url: may end with options, as in `?segment_bytes=8589934592&protocol=rdma`: the bytes of memory that this
+        process gives to the store (1 GiB) and those of its buffer (64 MiB), the protocol and its devices, and this
+        machine's ip.
+
+    Raises:
+      MissingExtra: Mooncake is not installed, or libraries of the system are missing.
+      ValueError: the URL is none, or there is no master.
+    """
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None:
+        raise ValueError(f"store must be mooncake://HOST:PORT, got {url!r}")
+    texts, numbers = _read_options(url, parts.query)
+    extras.check("mooncake", f"store {url}")
+    try:  # its own client waits for a master for ever
+        with socket.create_connection((host, port), _REACH_SECONDS) as reached:
+            own_ip = reached.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"store {url} can't be reached: {error}") from None
+    with mooncake_loaded("Mooncake's store"):
+        from mooncake.store import MooncakeDistributedStore
+    store = MooncakeDistributedStore()
+    failed = store.setup(
+        texts["ip"] or own_ip,
+        "P2PHANDSHAKE",
+        numbers["segment_bytes"],
+        numbers["buffer_bytes"],
+        texts["protocol"],
+        texts["devices"],
+        f"{host}:{port}",
+    )
+    if failed:
+        raise ValueError(f"store {url} can't be set up: Mooncake's error {failed}")
+    return MooncakeStore(store, numbers["buffer_bytes"])
+
+
+def _read_options(url: str, query: str) -> tuple[dict[str, str], dict[str, int]]:
+    texts, numbers = dict(_TEXTS), dict(_OPTIONS)
+    for name, value in parse_qsl(query):
+        if name in texts:
+            texts[name] = value
+        elif name in numbers and value.isdecimal():
+            numbers[name] = int(value)
+        else:
+            raise ValueError(f"store {url} has no such option: {name}={value}")
+    return texts, numbers

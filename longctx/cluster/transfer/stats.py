@@ -1,4 +1,4 @@
-"""How transfers ended, and how much they moved."""
+"""Counts of transfers: how they ended, and how much they moved."""
 
 import threading
 from collections import Counter
@@ -35,7 +35,7 @@ class TransferStats:
 
     Attributes:
       bytes, blocks: of pages that were sent or received.
-      strangers: connections and messages of who does not know the secret or speaks another protocol.
+      strangers: rejected connections and messages: without the secret, or of another protocol.
 
     Examples:
       >>> from longctx.cluster.transfer import TransferStats
@@ -52,18 +52,26 @@ class TransferStats:
         self.bytes, self.blocks, self.strangers = 0, 0, 0
 
     def add_block(self, num_bytes: int) -> None:
-        """Count a block of so many bytes."""
+        """Count a block.
+
+        Args:
+          num_bytes: of the block.
+        """
         with self._lock:
             self.bytes += num_bytes
             self.blocks += 1
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Count a transfer that has ended so."""
+        """Count a transfer that has ended.
+
+        Args:
+          outcome: how it ended.
+        """
         with self._lock:
             self._outcomes[outcome] += 1
 
     @property
     def outcomes(self) -> dict[Outcome, int]:
-        """How many transfers ended in each way."""
+        """Number of transfers that ended in each way."""
         with self._lock:
             return {outcome: self._outcomes[outcome] for outcome in OUTCOMES}

@@ -1,4 +1,4 @@
-"""Fetches pages of leases that engines in other processes hold, over ZeroMQ.
+"""`PageReceiver`: fetches pages of leases that engines in other processes hold, over ZeroMQ.
 
 Source: Mooncake, section 3.
 """
@@ -8,20 +8,15 @@ import functools
 import itertools
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from longctx.cluster.transfer.access import transfer_key
-from longctx.cluster.transfer.arrivals import Arrivals
-from longctx.cluster.transfer.credits import Credits
-from longctx.cluster.transfer.export import check_part
-from longctx.cluster.transfer.fetch_state import Fetch, Lost, Stream, read_block
-from longctx.cluster.transfer.mailbox import Mailbox
+from longctx.cluster.transfer.lease import check_part
 from longctx.cluster.transfer.messages import (
     TO_RECEIVER,
     VERSION,
@@ -41,10 +36,10 @@ from longctx.cluster.transfer.messages import (
     decode,
     shorten,
 )
+from longctx.cluster.transfer.mooncake import MooncakePuller
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.peer import NoRoom, Peer
-from longctx.cluster.transfer.puller import Puller
-from longctx.cluster.transfer.remote_source import RemoteSource
+from longctx.cluster.transfer.remote_fetch import Lost, NoRoom, Peer, RemoteFetch, Stream, read_block
+from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network
 from longctx.serving.kv_cache.connector import PageFetch
@@ -55,12 +50,35 @@ _LOG = logging.getLogger(__name__)
 _HEADER_BYTES = 1 << 16  # more than any header has
 _MAX_MESSAGES = 100  # that are read of one sender before others have their turn
 _IDLE_SECONDS = 60.0  # after which a connection without transfers is closed
-_CLOSE_SECONDS = 5.0
-_PAUSE_SECONDS = 0.1  # after an error that is of no connection, so that it does not come at once again
 
 
-class PageReceiver:
-    """Fetches pages from senders in other processes, until it is closed. A thread of its own owns the sockets.
+@dataclass(frozen=True, eq=False)
+class RemoteSource:
+    """`LeasedSource` of the pages of a lease that an engine in another process holds.
+
+    Attributes:
+      releases: whether the end of a fetch releases the lease.
+      deadline: seconds after which a fetch ends.
+      lease_timeout: seconds within which the lease may come.
+    """
+
+    receiver: "PageReceiver"
+    addresses: list[str]
+    lease_id: str
+    releases: bool
+    deadline: float
+    lease_timeout: float
+
+    def fetch(self, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
+        return self.receiver.fetch(self, keys, wake)
+
+    def release(self) -> None:
+        """Tell the senders that are connected that the lease is not needed. Without it the lease expires."""
+        self.receiver.release(self)
+
+
+class PageReceiver(SocketThread):
+    """Receiver of pages from senders in other processes, until it is closed. A thread of its own owns the sockets.
 
     Args:
       layout, fingerprint: of the pages of this engine; senders with others are refused.
@@ -118,25 +136,19 @@ class PageReceiver:
         part: PageSlice | None = None,
         secret: str | None = None,
         options: TransferOptions | None = None,
-        puller: Puller | None = None,
+        puller: MooncakePuller | None = None,
     ) -> None:
-        self.part = part or layout.whole
-        check_part(self.part, layout)
-        self._key = transfer_key(secret)
-        self.options = options or TransferOptions()
-        self.options.check_fits(layout)
-        self.stats = TransferStats()
+        part, options, key = part or layout.whole, options or TransferOptions(), transfer_key(secret)
+        check_part(part, layout)
+        options.check_fits(layout)
+        network = Network("127.0.0.1", options.silence_timeout)
+        super().__init__("page receiver", network, options.silence_timeout)
+        self.part, self.options, self.stats, self._key = part, options, TransferStats(), key
         self._layout, self._fingerprint, self._puller = layout, fingerprint, puller
-        self._network = Network("127.0.0.1", self.options.silence_timeout)
-        self._credits = Credits(self.options.window_blocks, self.options.max_blocks)
-        self._mailbox = Mailbox()
+        self.num_free_blocks = self.options.max_blocks
         self._peers: dict[str, Peer] = {}
-        self._fetches: set[Fetch] = set()
+        self._fetches: dict[RemoteFetch, RemoteSource] = {}  # in the order in which blocks are granted
         self._numbers = itertools.count()
-        self._is_closing = False
-        self._poller = zmq.Poller()
-        self._poller.register(self._mailbox.fileno(), zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="longctx page receiver", daemon=True)
         self._thread.start()
 
     def source(
@@ -145,16 +157,19 @@ class PageReceiver:
         lease_id: str,
         release: bool = True,
         deadline: float | None = None,
-        patience: float = 0.0,
+        lease_timeout: float = 0.0,
     ) -> RemoteSource:
-        """The pages of a lease, as a `PageSource`.
+        """Make the source of the pages of a lease.
 
         Args:
           address: `host:port` of the sender; of several processes of one engine, those of all.
           lease_id: of the lease.
           release: whether the end of a fetch releases the lease. If not, call `RemoteSource.release`.
           deadline: seconds after which a fetch ends; None: that of the options.
-          patience: seconds in which a lease may come that the sender does not know yet.
+          lease_timeout: seconds within which a lease may come that the sender does not know yet.
+
+        Returns:
+          A `LeasedSource`.
 
         Raises:
           ValueError: an address is none.
@@ -166,26 +181,22 @@ class PageReceiver:
                 raise ValueError(f"address must be host:port, got {each!r}")
         if not addresses:
             raise ValueError("address must be at least one")
-        return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline, patience)
+        return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline, lease_timeout)
 
     @property
     def num_fetches(self) -> int:
-        """How many transfers there are at the moment."""
+        """Number of transfers at the moment."""
         return len(self._fetches)
 
+    @property
+    def addresses(self) -> list[str]:
+        """Senders that it is connected to, as `host:port`."""
+        return list(self._peers)
+
     def close(self) -> None:
-        """End all transfers and close all connections. It may be called more than once."""
-        self._is_closing = True
-        self._mailbox.post(lambda: None)
-        self._thread.join(_CLOSE_SECONDS)
+        super().close()
         if self._puller is not None:
             self._puller.close()
-
-    def __enter__(self) -> "PageReceiver":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def fetch(self, source: RemoteSource, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
         """Begin to fetch pages of a source.
@@ -198,81 +209,57 @@ class PageReceiver:
         Returns:
           The transfer, which the caller empties.
         """
-        deadline = time.monotonic() + source.deadline
-        fetch = Fetch(
-            source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases, source.patience
-        )
-        fetch.arrivals = Arrivals(
-            len(keys),
+        fetch = RemoteFetch(
+            list(keys),
             self.part,
+            time.monotonic() + source.deadline,
             wake,
-            lambda credit: self._mailbox.post(lambda: self._taken(credit)),
-            lambda: self._mailbox.post(lambda: self._end(fetch, "dropped")),
+            lambda stream: self.post(lambda: self._free_block(stream)),
+            lambda fetch: self.post(lambda: self._end(fetch, "dropped")),
             self.stats,
         )
-        self._mailbox.post(lambda: self._open(fetch))
+        self.post(lambda: self._open(source, fetch))
         if self._is_closing:  # set before the calls that came are made for the last time
-            fetch.arrivals.end("dropped")
-        return fetch.arrivals
+            fetch.end("dropped")
+        return fetch
 
-    def release(self, addresses: list[str], lease_id: str) -> None:
-        """Tell the senders that nobody needs a lease.
+    def release(self, source: RemoteSource) -> None:
+        """Tell the senders that a lease is not needed.
 
         Args:
-          addresses: of the senders.
-          lease_id: of the lease.
+          source: of the pages of the lease.
         """
-        self._mailbox.post(lambda: self._release(addresses, lease_id))
+        self.post(lambda: self._release(source))
 
-    # What follows runs in the receiver's thread.
+    # The rest runs in the receiver's thread.
 
-    def _run(self) -> None:
-        tick = self.options.silence_timeout / 5
-        next_tick = time.monotonic()
-        try:
-            while not self._is_closing:
-                try:
-                    self._poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
-                    self._act()
-                    for peer in list(self._peers.values()):
-                        self._attend(peer)
-                    if time.monotonic() >= next_tick:
-                        next_tick = time.monotonic() + tick
-                        self._tick()
-                    self._grant()
-                except Exception:  # of no connection: those go on
-                    _LOG.exception("longctx: the receiver of pages failed, and goes on")
-                    time.sleep(_PAUSE_SECONDS)
-        finally:
-            self._is_closing = True
-            self._act()
-            for fetch in list(self._fetches):
-                if fetch.release:
-                    self._release(fetch.addresses, fetch.lease_id)
-                self._end(fetch, "dropped")
-            self._network.close()
-            self._mailbox.close()
+    def _release(self, source: RemoteSource) -> None:
+        """Release a lease of senders that are connected; that of others expires."""
+        for address in source.addresses:
+            if (peer := self._peers.get(address)) is not None:
+                peer.used = time.monotonic()
+                peer.send(Release(source.lease_id))
 
-    def _act(self) -> None:
-        for call in self._mailbox.take():
+    def _finish(self) -> None:
+        for fetch, source in list(self._fetches.items()):
+            if source.releases:
+                self._release(source)
+            self._end(fetch, "dropped")
+
+    def _receive(self) -> None:
+        for peer in list(self._peers.values()):
             try:
-                call()
+                failure = peer.read_failure()  # before reading what came until then
+                self._receive_from(peer)
             except Exception:
-                _LOG.exception("longctx: a call of the receiver of pages failed")
-
-    def _attend(self, peer: Peer) -> None:
-        """Read what a sender has sent. Whatever goes wrong costs the transfers from this one."""
-        try:
-            broke = peer.what_broke()  # before reading what came until then
-            self._receive(peer)
-        except Exception:
-            _LOG.exception("longctx: transfers from %s failed", peer.address)
-            broke = "failed"
-        if broke is not None:
-            self._drop(peer, broke)
+                _LOG.exception("longctx: transfers from %s failed", peer.address)
+                failure = "failed"
+            if failure is not None:
+                self._drop(peer, failure)
+        self._grant()
 
     def _peer(self, address: str) -> Peer:
-        """The connection to a sender, made if there is none. Raises NoRoom: there are too many."""
+        """Return the connection to a sender, made if there is none. Raises NoRoom: there are too many."""
         peer = self._peers.get(address)
         if peer is None:
             if len(self._peers) >= self.options.max_peers:
@@ -290,63 +277,44 @@ class PageReceiver:
             raise NoRoom(f"transfers come from {len(self._peers)} senders already")
         self._drop(min(idle, key=lambda peer: peer.used), "lost")
 
-    def _open(self, fetch: Fetch) -> None:
-        if fetch.arrivals.is_over:
+    def _open(self, source: RemoteSource, fetch: RemoteFetch) -> None:
+        if fetch.is_over:
             return
-        self._fetches.add(fetch)
+        self._fetches[fetch] = source
         try:
-            self._ask(fetch)
+            for address in source.addresses:
+                peer = self._peer(address)
+                stream = Stream(next(self._numbers) % 2**31, fetch, peer)
+                peer.streams[stream.number] = stream
+                fetch.streams.append(stream)
+                peer.send(
+                    Open(
+                        stream.number, VERSION, source.lease_id, fetch.keys, self._layout, self._fingerprint,
+                        *fetch.part, self.options.block_bytes, int(1000 * source.lease_timeout),
+                    )
+                )  # fmt: skip
         except NoRoom as error:
             _LOG.warning("longctx: a transfer was refused: %s", error)
             self._end(fetch, "refused")
         except Exception:
-            _LOG.exception("longctx: a transfer from %s could not begin", ", ".join(fetch.addresses))
+            _LOG.exception("longctx: a transfer from %s could not begin", ", ".join(source.addresses))
             self._end(fetch, "failed")
 
-    def _ask(self, fetch: Fetch) -> None:
-        for address in fetch.addresses:
-            peer = self._peer(address)
-            stream = Stream(next(self._numbers) % 2**31, fetch, peer, self._credits.open())
-            peer.streams[stream.number] = stream
-            fetch.streams.append(stream)
-            peer.send(
-                Open(
-                    stream.number, VERSION, fetch.lease_id, fetch.keys, self._layout, self._fingerprint,
-                    *fetch.part, self.options.block_bytes, int(1000 * fetch.patience),
-                )
-            )  # fmt: skip
-
-    def _release(self, addresses: list[str], lease_id: str) -> None:
-        """Tell senders, as far as they are connected: a lease of others expires."""
-        for address in addresses:
-            if (peer := self._peers.get(address)) is not None:
-                peer.used = time.monotonic()
-                peer.send(Release(lease_id))
-
-    def _release_after(self, fetch: Fetch) -> None:
-        """Release the lease of a fetch that was begun, over new connections where those before have broken."""
-        for stream in fetch.streams:
-            with contextlib.suppress(NoRoom):
-                try:
-                    self._peer(stream.peer.address)
-                except zmq.ZMQError:
-                    _LOG.exception("longctx: a lease could not be released at %s", stream.peer.address)
-        self._release([stream.peer.address for stream in fetch.streams], fetch.lease_id)
-
-    def _taken(self, credit: Any) -> None:
-        self._credits.taken(credit)
-
     def _grant(self) -> None:
-        """Grant what has become free to transfers that are open."""
-        grants = dict(self._credits.grants())
-        if grants:
-            for fetch in self._fetches:
-                for stream in fetch.streams:
-                    if stream.credit in grants:
-                        stream.peer.send(Grant(stream.number, grants[stream.credit]))
+        """Grant free blocks to transfers, in their order: whole ones, so that none waits for another with a part."""
+        for fetch in self._fetches:
+            for stream in fetch.streams:
+                blocks = min(self.options.window_blocks - stream.granted - stream.held, self.num_free_blocks)
+                if blocks > 0:
+                    stream.granted += blocks
+                    self.num_free_blocks -= blocks
+                    stream.peer.send(Grant(stream.number, blocks))
+
+    def _free_block(self, stream: Stream) -> None:
+        stream.held -= 1
+        self.num_free_blocks += 1
 
     def _tick(self) -> None:
-        """Tell senders that this side lives; give up what is late, and connections that nobody uses."""
         now = time.monotonic()
         for fetch in list(self._fetches):
             silence = now - min(stream.heard for stream in fetch.streams)
@@ -361,7 +329,7 @@ class PageReceiver:
             elif now - peer.used > _IDLE_SECONDS:
                 self._drop(peer, "lost")
 
-    def _receive(self, peer: Peer) -> None:
+    def _receive_from(self, peer: Peer) -> None:
         for _ in range(_MAX_MESSAGES):
             if peer.socket.closed:
                 return
@@ -372,15 +340,14 @@ class PageReceiver:
             try:
                 self._handle(peer, decode(header.buffer, TO_RECEIVER), [frame.buffer for frame in frames])
             except ValueError as error:
-                self._blame(peer, error)
+                self._reject(peer, error)
                 return
 
-    def _blame(self, peer: Peer, error: ValueError) -> None:
-        """A sender said what it must not: nothing more is read of it."""
+    def _reject(self, peer: Peer, error: ValueError) -> None:
+        """Close the connection to a sender that broke the protocol: nothing more is read of it."""
         _LOG.warning("longctx: a transfer from %s broke off: %s", peer.address, shorten(str(error)))
-        self._drop(
-            peer, "corrupt" if isinstance(error, Corrupt) else "lost" if isinstance(error, Lost) else "malformed"
-        )
+        outcomes: dict[type[ValueError], Outcome] = {Corrupt: "corrupt", Lost: "lost"}
+        self._drop(peer, outcomes.get(type(error), "malformed"))
 
     def _handle(self, peer: Peer, message: FromSender, frames: list[Any]) -> None:
         stream = peer.streams.get(message.fetch)
@@ -388,14 +355,13 @@ class PageReceiver:
             return  # it was closed, which the sender does not know yet
         stream.heard = time.monotonic()
         if isinstance(message, Block):
-            self._block(stream, message, frames)
+            self._read_block(stream, message, frames)
         elif frames:
             raise Malformed(f"a message of {1 + len(frames)} frames")
         elif isinstance(message, Refused):
-            _LOG.warning("longctx: a transfer from %s was refused: %s", peer.address, shorten(message.reason))
-            self._end(stream.fetch, "refused")
+            self._refuse(stream, message.reason)
         elif isinstance(message, Opened):
-            self._opened(stream, message)
+            self._check_opened(stream, message)
         elif isinstance(message, End):
             if message.number != stream.num_come:
                 raise Lost(f"{message.number} blocks were sent and {stream.num_come} received")
@@ -404,88 +370,98 @@ class PageReceiver:
         else:
             assert isinstance(message, Alive)
 
-    def _opened(self, stream: Stream, message: Opened) -> None:
+    def _refuse(self, stream: Stream, reason: str) -> None:
+        _LOG.warning("longctx: a transfer from %s was refused: %s", stream.peer.address, shorten(reason))
+        self._end(stream.fetch, "refused")
+
+    def _check_opened(self, stream: Stream, message: Opened) -> None:
         try:
-            self._layout.check_same(message.layout, f"the sender at {stream.peer.address}")
+            self._layout.check_same(message.layout, "the sender")
             if message.fingerprint != self._fingerprint:
                 raise ValueError("the pages are of another model or of other weights")
-        except ValueError as error:
-            _LOG.warning("longctx: a transfer was refused: %s", shorten(str(error)))
-            self._end(stream.fetch, "refused")
-        else:
             stream.is_open = True
+        except ValueError as error:
+            self._refuse(stream, str(error))
 
-    def _block(self, stream: Stream, message: Block, frames: list[Any]) -> None:
-        shape = stream.check(message, self._layout, self.options.block_bytes)
-        if not self._credits.come(stream.credit):
+    def _read_block(self, stream: Stream, message: Block, frames: list[Any]) -> None:
+        shape = stream.announce(message, self._layout, self.options.block_bytes)
+        if stream.granted == 0:
             raise Malformed("a block that was not granted")
-        if message.place is None:
-            if len(frames) != 1:
-                raise Malformed(f"a block of {1 + len(frames)} frames")
-            self._ready(stream, message, shape, frames[0])
-            return
-        if frames or self._puller is None:
-            self._credits.taken(stream.credit)
+        if message.place is not None and self._puller is None:
             raise Malformed("a block in registered memory, which this receiver does not read")
-        num_bytes = self._layout.bits.itemsize * functools.reduce(int.__mul__, shape)
+        if len(frames) != (message.place is None):
+            raise Malformed(f"a block of {1 + len(frames)} frames")
+        stream.granted -= 1
+        stream.held += 1
+        if message.place is None:
+            self._put(stream, message, shape, frames[0])
+        else:
+            assert self._puller is not None
+            num_bytes = self._layout.bits.itemsize * functools.reduce(int.__mul__, shape)
+            put = functools.partial(self._put_pulled, stream, message, shape)
+            self._puller.pull(message.place, num_bytes, lambda data: self.post(lambda: put(data)))
 
-        def done(data: Any) -> None:
-            self._mailbox.post(lambda: self._pulled(stream, message, shape, data))
-
-        self._puller.pull(message.place, num_bytes, done)
-
-    def _pulled(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+    def _put_pulled(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+        """Take the bytes of a block that were read from registered memory; None: they could not be."""
         peer = stream.peer
         if peer.streams.get(stream.number) is not stream:
-            self._credits.taken(stream.credit)  # it ended meanwhile
+            self._free_block(stream)  # it ended meanwhile
         elif data is None:
-            self._credits.taken(stream.credit)
+            self._free_block(stream)
             self._end(stream.fetch, "lost")
         else:
-            peer.send(Pulled(stream.number, message.place.slot))  # type: ignore[union-attr]
+            assert message.place is not None
+            peer.send(Pulled(stream.number, message.place.slot))
             try:
-                self._ready(stream, message, shape, data)
+                self._put(stream, message, shape, data)
             except ValueError as error:
-                self._blame(peer, error)
+                self._reject(peer, error)
 
-    def _ready(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
-        """The bytes of a block are there."""
+    def _put(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+        """Take the bytes of a block. Raises Malformed or Corrupt: they are not its bytes."""
         try:
             block = read_block(message, data, shape, self._layout)
         except ValueError:
-            self._credits.taken(stream.credit)
+            self._free_block(stream)
             raise
         stream.num_ready += 1
         self.stats.add_block(len(data))
-        arrivals = stream.fetch.arrivals
-        if not arrivals.put(block, stream.credit):
-            self._credits.taken(stream.credit)
-        if arrivals.outcome is not None:
-            self._end(stream.fetch, arrivals.outcome)
+        fetch = stream.fetch
+        if not fetch.put(block, stream):
+            self._free_block(stream)
+        if fetch.outcome is not None:
+            self._end(fetch, fetch.outcome)
         else:
             self._end_if_over(stream)
 
     def _end_if_over(self, stream: Stream) -> None:
         """End a transfer of which no stream has more."""
-        if stream.fetch.is_ended:
+        if stream.fetch.has_ended:
             reasons = {each.reason for each in stream.fetch.streams} - {""} or {"pages are missing"}
             _LOG.warning("longctx: a transfer from %s ended: %s", stream.peer.address, shorten("; ".join(reasons)))
             self._end(stream.fetch, "ended")
 
-    def _end(self, fetch: Fetch, outcome: Outcome) -> None:
-        if fetch not in self._fetches:
+    def _end(self, fetch: RemoteFetch, outcome: Outcome) -> None:
+        source = self._fetches.pop(fetch, None)
+        if source is None:
             return
-        self._fetches.discard(fetch)
-        fetch.arrivals.end(outcome)
+        fetch.end(outcome)
         for stream in fetch.streams:
-            self._credits.close(stream.credit)
+            self.num_free_blocks += stream.granted
+            stream.granted = 0
             if stream.peer.streams.pop(stream.number, None) is not None:
                 stream.peer.send(Close(stream.number))
-        if fetch.release and not self._is_closing:
-            self._release_after(fetch)
+        if source.releases and not self._is_closing:
+            for stream in fetch.streams:  # over new connections where those before have broken
+                with contextlib.suppress(NoRoom):
+                    try:
+                        self._peer(stream.peer.address)
+                    except zmq.ZMQError:
+                        _LOG.exception("longctx: a lease could not be released at %s", stream.peer.address)
+            self._release(source)
 
     def _drop(self, peer: Peer, outcome: Outcome) -> None:
-        """Close a connection, and with it all that comes over it."""
+        """Close a connection, and end all transfers over it."""
         if self._peers.pop(peer.address, None) is None:
             return
         self._poller.unregister(peer.socket)

@@ -1,26 +1,31 @@
-"""Sends pages of this engine's leases to engines in other processes, over ZeroMQ.
+"""`PageSender`: sends pages of this engine's leases to engines in other processes, over ZeroMQ.
 
 Source: Mooncake, section 3 (the messenger beside each instance).
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import threading
 import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import zmq
 
-from longctx.cluster.transfer.access import check_ip, transfer_key
-from longctx.cluster.transfer.export import Wanted, find_wanted, wait_for_lease
-from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone
-from longctx.cluster.transfer.mailbox import Mailbox
+from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone, Wanted, export_pages, find_wanted, wait_for_lease
 from longctx.cluster.transfer.messages import (
     TO_SENDER,
     VERSION,
     Alive,
+    Block,
     Close,
+    End,
     FromSender,
     Grant,
     Open,
@@ -29,13 +34,14 @@ from longctx.cluster.transfer.messages import (
     Refused,
     Release,
     decode,
+    digest_of,
     encode,
     part_of,
     shorten,
 )
+from longctx.cluster.transfer.mooncake import MooncakeStaging
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.send_queue import SendQueue
-from longctx.cluster.transfer.send_stream import SendStream, Staging
+from longctx.cluster.transfer.socket_thread import SocketThread, check_ip, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Address, Network
 from longctx.serving.distributed.strangers import Strangers
@@ -44,12 +50,12 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 25  # a request for a million pages
 _MAX_MESSAGES = 100  # that are read before anything is sent
-_CLOSE_SECONDS = 5.0
-_PAUSE_SECONDS = 0.1  # after an error that is of no transfer, so that it does not come at once again
+_MOST_CREDIT = 1 << 12  # blocks: a receiver that grants more is hostile; memory is bounded by `_SendQueue`
+_WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed
 
 
-class PageSender:
-    """Serves transfers of leases to whoever knows the secret, until it is closed.
+class PageSender(SocketThread):
+    """Sender of pages of this engine's leases to receivers that know the secret, until it is closed.
 
     A thread of its own owns the socket, and each transfer has one that reads pages.
 
@@ -57,12 +63,12 @@ class PageSender:
       exporter: the engine.
       layout, fingerprint: of its pages; receivers with others are refused.
       ip, port: where it listens; port 0: any free one.
-      secret: what sender and receivers share; everything is encrypted then (CURVE). None: whoever reaches it gets the
-        pages of leases whose ids they know, which nobody can guess; so it is for loopback alone, unless `is_trusted`.
+      secret: what sender and receivers share; everything is encrypted then (CURVE). None: any process that reaches it
+        gets the pages of leases whose ids, of 128 random bits, it knows; for loopback alone, unless `is_trusted`.
       options: limits and timeouts; None: the default ones.
       staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
-      is_trusted: the network that `ip` is reached by, where nobody listens.
-      patience: seconds in which a lease may come, if a receiver has less patience: those of a process that follows
+      is_trusted: whether the network that `ip` is reached by is a private one.
+      lease_timeout: seconds within which a lease may come, if a receiver waits less: those of a process that follows
         another one, which has told of the lease already.
 
     Attributes:
@@ -116,85 +122,52 @@ class PageSender:
         port: int = 0,
         secret: str | None = None,
         options: TransferOptions | None = None,
-        staging: Staging | None = None,
+        staging: MooncakeStaging | None = None,
         is_trusted: bool = False,
-        patience: float = 0.0,
+        lease_timeout: float = 0.0,
     ) -> None:
         check_ip(ip, secret is not None or is_trusted)
-        key = transfer_key(secret)
-        self.options = options or TransferOptions()
-        self.options.check_fits(layout)
-        self.stats = TransferStats()
-        self._patience = patience
+        key, options = transfer_key(secret), options or TransferOptions()
+        options.check_fits(layout)
+        super().__init__("page sender", Network(ip, options.silence_timeout), options.silence_timeout)
+        self.options, self.stats = options, TransferStats()
         self._exporter, self._layout, self._fingerprint, self._staging = exporter, layout, fingerprint, staging
-        self._queue = SendQueue(self.options.queue_bytes, self.options.max_queue_bytes)
-        self._network = Network(ip, self.options.silence_timeout)
+        self._lease_timeout = lease_timeout
+        self._queue = _SendQueue(self.options.queue_bytes, self.options.max_queue_bytes)
         try:
             self._socket = self._network.serve(zmq.ROUTER, key)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._strangers = Strangers(f"transfers at {ip}")
-            self._strangers.monitor(self._socket)
+            self._rejected = Strangers(f"transfers at {ip}")
+            self._rejected.monitor(self._socket)
             self._socket.bind(f"tcp://{Address(ip, port)}" if port else f"tcp://{Address(ip, 0)}".replace(":0", ":*"))
         except zmq.ZMQError as error:
-            self._network.close()
+            self._close_sockets()
             raise OSError(error.errno, f"transfers can't listen on {Address(ip, port)}: {error}") from None
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
         self.address = bound.removeprefix("tcp://")
-        self._mailbox = Mailbox()
-        self._streams: dict[tuple[bytes, int], SendStream] = {}
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="longctx page sender", daemon=True)
+        self._streams: dict[tuple[bytes, int], _SendStream] = {}
+        self._poller.register(self._socket, zmq.POLLIN)
         self._thread.start()
 
     @property
     def num_streams(self) -> int:
-        """How many transfers there are at the moment."""
+        """Number of transfers at the moment."""
         return len(self._streams)
 
-    def close(self) -> None:
-        """End all transfers and close the socket. It may be called more than once."""
-        self._is_closing = True
-        self._mailbox.post(lambda: None)
-        self._thread.join(_CLOSE_SECONDS)
+    @property
+    def num_queued_bytes(self) -> int:
+        """Bytes of blocks that were handed to ZeroMQ and have not left."""
+        return self._queue.num_bytes
 
-    def __enter__(self) -> "PageSender":
-        return self
+    # The rest runs in the sender's thread.
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._mailbox.fileno(), zmq.POLLIN)
-        tick = self.options.silence_timeout / 5
-        next_tick = time.monotonic()
-        try:
-            while not self._is_closing:
-                try:
-                    poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
-                    self._receive()
-                    self._act()
-                    if time.monotonic() >= next_tick:
-                        next_tick = time.monotonic() + tick
-                        self._tick()
-                except Exception:  # of no transfer: those go on
-                    _LOG.exception("longctx: the sender of pages failed, and goes on")
-                    time.sleep(_PAUSE_SECONDS)
-        finally:
-            for stream in list(self._streams.values()):
-                stream.close("dropped")
-            self._streams.clear()
-            self._network.close()
-            self._mailbox.close()
-
-    def _act(self) -> None:
-        for call in self._mailbox.take():  # apart from the loop, which would keep the last one with its block
-            call()
+    def _finish(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.close("dropped")
+        self._streams.clear()
 
     def _tick(self) -> None:
-        """Tell receivers that this side lives; give up those that have not said so."""
         now = time.monotonic()
         for (peer, fetch), stream in list(self._streams.items()):
             if stream.closed():
@@ -203,8 +176,8 @@ class PageSender:
                 self._close(peer, fetch, "late")
             else:
                 self._send(peer, Alive(fetch))
-        self._strangers.update()
-        self.stats.strangers = self._strangers.count
+        self._rejected.update()
+        self.stats.strangers = self._rejected.count
 
     def _receive(self) -> None:
         for _ in range(_MAX_MESSAGES):
@@ -217,7 +190,7 @@ class PageSender:
                     raise ValueError(f"a message of {len(frames)} frames")
                 self._handle(peer, decode(frames[0], TO_SENDER))
             except ValueError as error:
-                self._strangers.add(shorten(str(error)))
+                self._rejected.add(shorten(str(error)))
             except Exception:
                 _LOG.exception("longctx: a message of a transfer could not be handled")
 
@@ -243,33 +216,24 @@ class PageSender:
         if (peer, message.fetch) in self._streams:
             raise ValueError("a transfer was opened twice")
         find = functools.partial(self._find, message)
-        patience = max(self._patience, message.patience / 1000)
+        lease_timeout = max(self._lease_timeout, message.lease_timeout / 1000)
         try:
-            self._check(message)
-            try:
-                found = find()
-            except LeaseGone:
-                if not patience:
-                    raise
-                found = None
+            self._check_receiver(message)
+            with contextlib.suppress(LeaseGone) if lease_timeout else contextlib.nullcontext():
+                find()
         except (LeaseGone, ValueError) as error:
             reason = shorten(str(error)) or "the lease is gone"
         except Exception:
             _LOG.exception("longctx: a lease could not be opened")
             reason = "the sender failed"
         else:
-            stream = SendStream(
-                message.fetch,
-                functools.partial(self._post, peer),
-                self.stats,
-                functools.partial(self._queue.put, peer),
-                self._staging,
-            )
+            post, queue = functools.partial(self._post, peer), functools.partial(self._queue.put, peer)
+            stream = _SendStream(message.fetch, post, self.stats, queue, self._staging)
             self._streams[peer, message.fetch] = stream
             self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
-            wait = functools.partial(wait_for_lease, find, patience, stream.closed)
+            wait = functools.partial(wait_for_lease, find, lease_timeout, stream.closed)
             try:
-                stream.start(self._exporter, wait if found is None else lambda: found, self._options_for(message))
+                stream.start(self._exporter, wait, self._options_for(message))
             except RuntimeError:  # there are as many threads as there may be
                 self._fail(peer, message.fetch)
             return
@@ -277,13 +241,13 @@ class PageSender:
         self._send(peer, Refused(message.fetch, reason))
 
     def _find(self, message: Open) -> tuple[Lease, Wanted]:
-        """The lease that a receiver asks for, and where in it. Raises ValueError or LeaseGone: it does not get it."""
+        """Find the lease that a receiver asks for, and where in it. Raises LeaseGone or ValueError."""
         lease = self._exporter.open(message.lease)
         self._layout.check_same(lease.layout, "the lease")
         return lease, find_wanted(lease, message.keys, part_of(message))
 
-    def _check(self, message: Open) -> None:
-        """ValueError, unless this sender and a receiver fit together."""
+    def _check_receiver(self, message: Open) -> None:
+        """Raise ValueError unless this sender and a receiver fit together."""
         if message.version != VERSION:
             raise ValueError(f"the sender speaks version {VERSION} of transfers, not {message.version}")
         self._layout.check_same(message.layout, "the receiver")
@@ -302,20 +266,20 @@ class PageSender:
             stream.close(outcome)
 
     def _fail(self, peer: bytes, fetch: int) -> None:
-        """End one transfer, in the midst of handling an error of its own."""
+        """End one transfer because of the error that is being handled."""
         _LOG.exception("longctx: a transfer failed")
         self._close(peer, fetch, "failed")
 
     def _post(self, peer: bytes, message: FromSender, data: Any) -> None:
         """Send a message from any thread."""
         frames = [encode(message)] if data is None else [encode(message), data]
-        self._mailbox.post(lambda: self._send_frames(peer, message.fetch, frames))
+        self.post(lambda: self._send_frames(peer, message.fetch, frames))
 
     def _send(self, peer: bytes, message: FromSender) -> None:
         self._send_frames(peer, message.fetch, [encode(message)])
 
     def _send_frames(self, peer: bytes, fetch: int, frames: list[Any]) -> None:
-        """Send a message of a transfer; an error ends the transfer, and a peer that is gone all of its own."""
+        """Send a message of a transfer. An error ends that transfer; a peer that is gone, all of its own."""
         try:
             # Without a threshold below which it copies: what is copied would leave the queue before it is sent.
             header, *data = frames
@@ -330,3 +294,157 @@ class PageSender:
                     self._close(other, number, "lost")
         except Exception:
             self._fail(peer, fetch)
+
+
+class _SendStream:
+    """One transfer until the receiver closes it: a thread reads pages, and sends blocks as they are granted.
+
+    Args:
+      fetch: its number at the receiver.
+      post: sends a message to the receiver, with a block's bytes if it has any.
+      queue: waits until there is room for a block's bytes on their way, and returns what is to be sent; None: closed.
+    """
+
+    def __init__(
+        self,
+        fetch: int,
+        post: Callable[[FromSender, Any], None],
+        stats: TransferStats,
+        queue: Callable[[np.ndarray, Callable[[], bool]], np.ndarray | None],
+        staging: MooncakeStaging | None,
+    ) -> None:
+        self.fetch, self.heard = fetch, time.monotonic()
+        self._post, self._stats, self._queue, self._staging = post, stats, queue, staging
+        self._changed = threading.Condition()  # guards what follows
+        self._credit, self._is_closed = 0, False
+        self._outcome: Outcome | None = None
+        self._slots: set[int] = set()  # that the receiver has not read yet
+
+    def start(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
+        """Start to send what `find` returns, which may wait, and raise LeaseGone or ValueError."""
+        act = lambda: self._run(exporter, find, options)  # noqa: E731
+        threading.Thread(target=act, name=f"longctx transfer {self.fetch}", daemon=True).start()
+
+    def grant(self, blocks: int) -> None:
+        """Add to the blocks that may be sent. Raises ValueError: the receiver grants without bounds."""
+        with self._changed:
+            if self._credit + blocks > _MOST_CREDIT:
+                raise ValueError(f"more than {_MOST_CREDIT} blocks granted")
+            self._credit += blocks
+            self._changed.notify()
+
+    def free(self, slot: int) -> None:
+        """Free a slot that the receiver has read. Raises ValueError: the slot is none of this transfer."""
+        with self._changed:
+            if slot not in self._slots:
+                raise ValueError(f"slot {slot} freed, which the transfer does not have")
+            self._slots.discard(slot)
+        self._free({slot})
+
+    def close(self, outcome: Outcome) -> None:
+        """Send no more, and free what the receiver has not read; never waits."""
+        self._end(outcome)
+        with self._changed:
+            self._is_closed = True
+            slots, self._slots = self._slots, set()
+            self._changed.notify()
+        self._free(slots)
+
+    def _end(self, outcome: Outcome) -> None:
+        with self._changed:
+            if self._outcome is None:
+                self._outcome = outcome
+                self._stats.add_outcome(outcome)
+
+    def closed(self) -> bool:
+        """Return whether nothing more is to be sent."""
+        return self._is_closed
+
+    def _run(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
+        number = 0
+        outcome: Outcome
+        try:
+            lease, wanted = find()
+            for block in export_pages(exporter, lease, wanted, options, self.closed):
+                num_pages = len(block.data)
+                data = np.ascontiguousarray(np.asarray(block.data)).reshape(-1).view(np.uint8)
+                message = Block(self.fetch, number, block.first, num_pages, *block.part, digest_of(data))
+                if not self._send(message, data):
+                    return
+                number += 1
+            reason, outcome = "", "complete"
+        except LeaseGone as error:
+            reason, outcome = shorten(str(error)) or "the lease is gone", "ended"
+        except ValueError as error:
+            reason, outcome = shorten(str(error)), "refused"
+        except Exception:
+            _LOG.exception("longctx: pages of a lease could not be sent")
+            reason, outcome = "the sender failed", "failed"
+        if not self._is_closed:
+            self._end(outcome)  # before the receiver closes it
+            self._post(End(self.fetch, number, reason), None)
+
+    def _send(self, message: Block, data: np.ndarray) -> bool:
+        """Send a block once there is room for it; returns False if the transfer was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._credit > 0 or self._is_closed)
+            self._credit -= 1
+        queued = None
+        if self._staging is None:
+            queued = self._queue(data, self.closed)
+        else:
+            place = self._staging.put(data, self.closed)
+            if place is not None:
+                with self._changed:
+                    self._slots.add(place.slot)
+                    message = msgspec.structs.replace(message, place=place)
+        if self._is_closed:
+            self.close("dropped")  # frees a slot that was taken meanwhile
+            return False
+        self._stats.add_block(data.nbytes)
+        self._post(message, queued)
+        return True
+
+    def _free(self, slots: set[int]) -> None:
+        for slot in slots:
+            if self._staging is not None:
+                self._staging.free(slot)
+
+
+class _SendQueue:
+    """Bound on the bytes of blocks that were handed to the socket and have not left: ZeroMQ itself has none.
+
+    One block is always admitted for a receiver that has none, so that receivers that don't read stop no others.
+    """
+
+    def __init__(self, most_each: int, most: int) -> None:
+        self._most_each, self._most = most_each, most
+        self._changed = threading.Condition()  # guards what follows
+        self._queued: Counter[bytes] = Counter()
+        self.num_bytes = 0
+
+    def put(self, peer: bytes, data: np.ndarray, is_closed: Callable[[], bool]) -> np.ndarray | None:
+        """Wait for room; returns a view of `data` `[bytes]` that takes it while the view exists. None: closed."""
+        num_bytes = data.nbytes
+        with self._changed:
+            while not self._has_room(peer, num_bytes):
+                if is_closed():
+                    return None
+                self._changed.wait(_WAIT_SECONDS)
+            self._queued[peer] += num_bytes
+            self.num_bytes += num_bytes
+        view = data[:]  # ZeroMQ lets go of it when the bytes have left, or the connection has broken
+        weakref.finalize(view, self._leave, peer, num_bytes).atexit = False
+        return view
+
+    def _has_room(self, peer: bytes, num_bytes: int) -> bool:
+        queued = self._queued[peer]
+        return not queued or (queued + num_bytes <= self._most_each and self.num_bytes + num_bytes <= self._most)
+
+    def _leave(self, peer: bytes, num_bytes: int) -> None:
+        with self._changed:
+            self.num_bytes -= num_bytes
+            self._queued[peer] -= num_bytes
+            if not self._queued[peer]:
+                del self._queued[peer]
+            self._changed.notify_all()

@@ -67,7 +67,7 @@ class PageMover:
       sources: of `PageLoad.source`; may change meanwhile. A load from an unknown one ends at once, with nothing.
       step_bytes: that are written between two steps, at most (but one block at least).
       placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
-      deadline: seconds after which a load ends short if no block comes; more if its source has a longer `patience`.
+      deadline: seconds after which a load ends short if no block comes; more if its source has a longer `page_timeout`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PageMover:
 
     def _late_at(self, load: _Load) -> float:
         """Return when a load ends if no block comes before: its source may know that it takes longer."""
-        return load.last_block + max(self._deadline, getattr(load.source, "patience", 0.0))
+        return load.last_block + max(self._deadline, getattr(load.source, "page_timeout", 0.0))
 
     def _take_placed(self, load: _Load, budget: int) -> tuple[list[tuple[PageBlock, Any, int]], int]:
         blocks, size = [], 0

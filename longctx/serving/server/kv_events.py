@@ -1,9 +1,9 @@
-"""KV events: which full pages an engine can find, told to routers in vLLM's wire form as they come and go.
+"""KV events: the full pages that an engine can find, published to routers in vLLM's wire form.
 
-What is sent are msgpack batches `[time, events, rank]`, one for each step that changed something, each event a map
-with its name as `type`. They are numbered from 0 without gaps, so whoever misses some asks for them
+Messages are msgpack batches `[time, events, rank]`, one for each step that changed something, each event a map
+with its name as `type`. They are numbered from 0 without gaps, so a subscriber that misses some asks for them
 (`kv_publisher.py`). Keys of pages are hashes under the engine's secret key, of which 64 bits are sent; consumers that
-compare prompts hash `token_ids` their own way. So whoever reads the events reads prompts.
+compare prompts hash `token_ids` their own way. So readers of the events read prompts.
 
 Pages that come to host memory or disk, and leave it, are events of other media, without tokens: those were in the event
 of the same hash on the devices.
@@ -73,7 +73,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 def block_hash(key: Key) -> int:
-    """What a page's key is sent as: 64 of its 128 bits."""
+    """Return the 64 of a page key's 128 bits that are sent."""
     return int.from_bytes(key[:8], "big")
 
 
@@ -129,7 +129,7 @@ class TierChanges:
         self.has_some.set()
 
     def take(self) -> list[_TierStored | _TierRemoved]:
-        """All changes since the last time."""
+        """Return all changes since the last call."""
         with self._lock:
             self.has_some.clear()
             changes, self._changes = self._changes, []
@@ -137,7 +137,7 @@ class TierChanges:
 
 
 class KvEvents:
-    """Listens to an engine's page pool and tiers, and hands on what each step changed; another thread encodes it.
+    """Listener of an engine's page pool and tiers that hands on the changes of each step; another thread encodes them.
 
     Args:
       thread: of an engine that caches prefixes. Its pool's listener is this object from now on.
@@ -197,7 +197,7 @@ class KvEvents:
             self._changes.append(None)
 
     def flush(self, report: StepReport | None = None) -> None:
-        """Hand on what has changed since the last time."""
+        """Hand on the changes since the last call."""
         with self._handing_on:
             changes, self._changes = self._changes, []
             self._hand_on([*changes, *self._tiers.take()])
@@ -222,7 +222,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(changes: list[_Change], page_size: int, now: float) -> bytes:
-    """The batch of a step's changes."""
+    """Encode the batch of a step's changes."""
     return _ENCODER.encode(EventBatch(now, [_event(change, page_size) for change in changes], 0))
 
 

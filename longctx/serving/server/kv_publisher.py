@@ -1,4 +1,4 @@
-"""Publishes numbered messages to any number of subscribers, and replays those that one of them has missed.
+"""Publisher of numbered messages to any number of subscribers, with replay of missed ones.
 
 The frames are vLLM's. On the PUB socket: topic, number (8 bytes, big-endian), payload. On the ROUTER socket a request
 of a number is answered by all messages from it on that are kept, each as empty frame, topic, number, payload, and by a
@@ -38,7 +38,7 @@ _Message = tuple[bytes, bytes, bytes]  # topic, number, payload
 
 @dataclass(eq=False)
 class _Replay:
-    """What a reader is still to get."""
+    """Messages that a reader is still to get."""
 
     reader: bytes
     messages: Iterator[_Message]
@@ -51,7 +51,7 @@ class _Replay:
 
 
 class KvPublisher:
-    """Sends from a thread of its own, and replays from another, so that whoever publishes never waits.
+    """Publisher that sends from a thread of its own and replays from another: callers of `publish` never wait.
 
     Args:
       endpoint: where subscribers are, such as "tcp://127.0.0.1:5557". It is bound if its host is `*` or this machine
@@ -144,7 +144,7 @@ class KvPublisher:
         return _Replay(reader, iter([*messages[max(0, first - oldest) :], (b"", LAST, b"")]))
 
     def _go_on(self, replay: _Replay) -> bool:
-        """Send as much as the reader takes now; whether that was all, or the reader is gone."""
+        """Send as much as the reader takes now; return whether that was all, or the reader is gone."""
         try:
             while replay.next is not None:
                 self._router.send_multipart([replay.reader, b"", *replay.next], zmq.NOBLOCK)
@@ -159,7 +159,7 @@ class KvPublisher:
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, name: str, may_connect: bool = False) -> str:
-    """Bind a socket, or connect it; the endpoint that it has."""
+    """Bind a socket, or connect it; return its endpoint."""
     try:
         _check_port(endpoint)
         if may_connect and not _is_bound(endpoint):
@@ -172,20 +172,20 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, name: str, may_connect: bool
 
 
 def _check_port(endpoint: str) -> None:
-    """ValueError for a port that ZeroMQ would take for another one."""
+    """Raise ValueError for a port that ZeroMQ would take for another one."""
     port = endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp:") and port.isdecimal() and int(port) > 65535:
         raise ValueError(f"there is no port {port}")
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Whether an address is one of this machine, where subscribers come to."""
+    """Return whether an address is one of this machine, to which subscribers connect."""
     parts = urlsplit(endpoint)
     host = parts.netloc.rpartition(":")[0].strip("[]")
     return parts.scheme != "tcp" or host in ("*", "localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
 
 
 def is_public(endpoint: str) -> bool:
-    """Whether other machines may connect to an address that is bound."""
+    """Return whether other machines may connect to an address that is bound."""
     host = urlsplit(endpoint).netloc.rpartition(":")[0].strip("[]")
     return host in ("*", "0.0.0.0", "::")

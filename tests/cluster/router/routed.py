@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.router.app import make_router_app
+from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer
 from longctx.models.builtin import TINY

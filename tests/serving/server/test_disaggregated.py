@@ -146,13 +146,13 @@ def test_what_a_role_does_not_do_is_refused(coupled: Served, pipeline: Served, w
     for wrong in (["127.0.0.1"], ["a b:1"], ["127.0.0.1:0"], [7], "127.0.0.1:7000"):
         assert post(wide, sent | {"kv_transfer_params": params | {"remote_followers": wrong}}).status_code == 400
     # What is refused, or has no page to fetch, connects to nobody.
-    before = dict(transfers_of(wide).receiver._peers)
+    before = transfers_of(wide).receiver.addresses
     progress = {"lease": "0" * 32, "length": 0, "tokens": []}
     for port, completions in ((7, [progress] * 2), (8, [progress]), (9, [progress | {"length": 10**6}])):
         handoff = {"seed": 0, "completions": completions}
         post(wide, sent | {"kv_transfer_params": params | {"remote_port": port, "handoff": handoff}})
     nothing_is_left(wide)
-    assert transfers_of(wide).receiver._peers == before
+    assert transfers_of(wide).receiver.addresses == before
     alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
     # Ordinary requests are served, whatever the role.
     for server in (pipeline, wide):
@@ -213,11 +213,10 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
     stranger = make_engine(dtype="bfloat16")
     with instance(stranger, "decode", prefill_from=[coupled.url], inline_tokens=64) as other:
         dispatcher = transfers_of(other).dispatcher
-        assert dispatcher is not None
         refused = post(other, sent | {"kv_transfer_params": prefill(coupled, sent)})
         assert refused.status_code == 409
         # Nor does it take pages that it has asked for.
-        other.wait_until("it is found", lambda: dispatcher._instances[0].addresses)
+        other.wait_until("it is found", lambda: dispatcher.instances[0].addresses)
         assert post(other, sent).json()["choices"][0]["token_ids"]
         assert dispatcher.decisions == {"remote": 1}
         assert transfers_of(other).receiver.stats.outcomes["refused"] == 1

@@ -31,7 +31,7 @@ def all_ends(trio: list[Served]) -> Iterator[None]:
     yield
     nothing_is_left(*trio)
     for each in trio:
-        each.wait_until("all reading has ended", lambda each=each: not transfers_of(each).named._tasks)
+        each.wait_until("all reading has ended", lambda each=each: not transfers_of(each).dispatcher.num_requests)
 
 
 def prompt_of(seed: int, num_tokens: int = 700) -> list[int]:
@@ -148,7 +148,7 @@ def test_a_holder_that_has_dropped_its_pages_computes_none(trio: list[Served]) -
     after = computed(p, holder)
     assert (after[0] - before[0], after[1] - before[1]) == (700, 0)
     assert [tokens_of(got)] == alone(holder, prompt_of(35))
-    assert transfers_of(p).named.answers["failed"] == 1
+    assert transfers_of(p).dispatcher.named_answers["failed"] == 1
 
 
 def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:

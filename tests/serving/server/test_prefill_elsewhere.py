@@ -29,7 +29,7 @@ def readers() -> Iterator[list[Served]]:
 @contextlib.contextmanager
 def decoding(urls: list[str], **options: Any) -> Iterator[Served]:
     with instance(make_engine(**options), "decode", prefill_from=urls, inline_tokens=INLINE) as server:
-        instances = dispatcher_of(server)._instances
+        instances = dispatcher_of(server).instances
         server.wait_until("the others are found", lambda: all(each.addresses for each in instances))
         yield server
 
@@ -41,9 +41,7 @@ def decoder(readers: list[Served]) -> Iterator[Served]:
 
 
 def dispatcher_of(server: Served) -> PrefillDispatcher:
-    dispatcher = transfers_of(server).dispatcher
-    assert dispatcher is not None
-    return dispatcher
+    return transfers_of(server).dispatcher
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +49,7 @@ def all_ends(readers: list[Served], decoder: Served) -> Iterator[None]:
     before = dict(dispatcher_of(decoder).decisions)
     yield
     nothing_is_left(*readers, decoder)
-    decoder.wait_until("all reading has ended", lambda: not dispatcher_of(decoder)._tasks)
+    decoder.wait_until("all reading has ended", lambda: not dispatcher_of(decoder).num_requests)
     assert dict(dispatcher_of(decoder).decisions) != before, "the test asked nothing"
 
 
@@ -119,7 +117,7 @@ def test_pages_come_while_later_ones_are_computed(readers: list[Served], decoder
 
 def test_prompts_are_spread_over_those_that_read(readers: list[Served], decoder: Served) -> None:
     before = [reader.server.engine.stats().prompt_tokens for reader in readers]
-    instances = dispatcher_of(decoder)._instances
+    instances = dispatcher_of(decoder).instances
     decoder.wait_until("they are known to be idle", lambda: all(each.wait == 0 for each in instances))
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda i: post(decoder, body(long(300 + i))).json(), range(6)))
@@ -146,7 +144,7 @@ def test_one_that_refuses_is_passed_over(readers: list[Served], decoder: Served)
     finally:
         for reader in readers:
             reader.server.is_draining = False
-        decoder.wait_until("they are asked again", lambda: all(each.is_open for each in dispatcher._instances))
+        decoder.wait_until("they are asked again", lambda: all(each.is_open for each in dispatcher.instances))
 
 
 def test_a_client_that_goes_away_ends_the_reading(readers: list[Served], decoder: Served) -> None:
@@ -169,9 +167,9 @@ def test_a_link_that_is_cut_costs_time_only(readers: list[Served], decoder: Serv
     with LinkProxy(address) as link, decoding([readers[0].url]) as server:
         dispatcher = dispatcher_of(server)
         if what == "requests":
-            dispatcher._instances[0].url = f"http://{link.address}"
+            dispatcher.instances[0].url = f"http://{link.address}"
         else:
-            dispatcher._instances[0].addresses = [link.address]
+            dispatcher.instances[0].addresses = [link.address]
         link.bytes_per_second = 2e6
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, server, body(long(600, 3000)))
@@ -235,7 +233,7 @@ def test_tenants_stay_apart_elsewhere_too(decoder: Served) -> None:
     with instance(make_engine(), "prefill", keys) as reader:
         options = {"prefill_from": [reader.url], "prefill_key": "a-key-of-it", "inline_tokens": INLINE}
         with instance(make_engine(), "decode", keys, **options) as server:
-            [found] = dispatcher_of(server)._instances
+            [found] = dispatcher_of(server).instances
             server.wait_until("the other is found", lambda: found.addresses)
             loaded = server.server.engine._executor.mover.stats
             for name, pages in (("ann", 43), ("bob", 86)):

@@ -167,8 +167,7 @@ def test_the_reading_server_is_killed(tmp_path: Path) -> None:
         instance(make_engine(hash_key=key_of(tmp_path)), prefill_from=[reader.url], inline_tokens=64) as decoder,
     ):
         dispatcher, pages = transfers_of(decoder).dispatcher, decoder.server.engine.pages
-        assert dispatcher is not None
-        decoder.wait_until("it is found", lambda: dispatcher._instances[0].addresses)
+        decoder.wait_until("it is found", lambda: dispatcher.instances[0].addresses)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, decoder, sent)
             decoder.wait_until("pages come", lambda: decoder.server.engine._executor.mover.stats.loaded_bytes, 60)

@@ -20,7 +20,7 @@ _BELIEVED = 10.0  # seconds
 _MOST_KNOWN = 1 << 16  # names
 _MOST_QUESTIONS = 8
 # What opens a store, by the scheme of its URL: `open_store(url)` of a module.
-_MODULES = {"mooncake": "longctx.cluster.transfer.mooncake_store"}
+_MODULES = {"mooncake": "longctx.cluster.transfer.mooncake"}
 
 
 @runtime_checkable

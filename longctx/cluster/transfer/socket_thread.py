@@ -1,0 +1,137 @@
+"""Common parts of sender and receiver: a thread that owns ZeroMQ sockets, and who may reach them."""
+
+import contextlib
+import ipaddress
+import logging
+import queue
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Self
+
+import zmq
+
+from longctx.serving.distributed.network import Key, Network, derive_key
+
+_LOG = logging.getLogger(__name__)
+_CLOSE_SECONDS = 5.0
+_LEAST_CHARACTERS = 32  # of a secret
+_PAUSE_SECONDS = 0.1  # after an error that is of no transfer, so that it does not come at once again
+
+
+class SocketThread(ABC):
+    """A thread that polls sockets of `network`, and calls `_tick` five times within each silence timeout.
+
+    Subclasses register their sockets with `_poller`, and start `_thread`.
+    """
+
+    def __init__(self, name: str, network: Network, silence_timeout: float) -> None:
+        self._name, self._network, self._tick_seconds = name, network, silence_timeout / 5
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"longctx {name}", daemon=True)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have the thread run a call; never waits. After `close` nothing happens.
+
+        Args:
+          call: without arguments; its result is dropped, and its error logged.
+        """
+        self._calls.put(call)
+        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it has ended
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        """End all transfers and close all sockets. It may be called more than once."""
+        self._is_closing = True
+        self.post(lambda: None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Read what has come, and send what may be sent."""
+
+    @abstractmethod
+    def _tick(self) -> None:
+        """Tell the other sides that this one lives, and give up those that are silent."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """End all transfers."""
+
+    def _run(self) -> None:
+        next_tick = time.monotonic()
+        try:
+            while not self._is_closing:
+                try:
+                    self._poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
+                    self._run_calls()
+                    if time.monotonic() >= next_tick:
+                        next_tick = time.monotonic() + self._tick_seconds
+                        self._tick()
+                    self._receive()
+                except Exception:  # of no transfer: those go on
+                    _LOG.exception("longctx: the %s failed, and goes on", self._name)
+                    time.sleep(_PAUSE_SECONDS)
+        finally:
+            self._is_closing = True
+            self._run_calls()
+            self._finish()
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._network.close()
+        self._woken.close()
+        self._waker.close()
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        for _ in range(self._calls.qsize()):
+            try:
+                self._calls.get_nowait()()  # kept by no variable, as it may hold a block
+            except Exception:
+                _LOG.exception("longctx: a call of the %s failed", self._name)
+        if not self._calls.empty():
+            self.post(lambda: None)  # more have come meanwhile, whose sign may just have been read
+
+
+def transfer_key(secret: str | None) -> Key | None:
+    """Derive the CURVE key of all instances with this secret; None: there is none, and nothing is encrypted.
+
+    Raises:
+      TypeError, ValueError: it is no text, or one that could be guessed.
+    """
+    if secret is None:
+        return None
+    if not isinstance(secret, str):
+        raise TypeError(f"secret must be text, got {type(secret).__name__}")
+    if len(secret.strip()) < _LEAST_CHARACTERS:
+        raise ValueError(
+            f"secret must have at least {_LEAST_CHARACTERS} characters, got {len(secret.strip())}: make one with "
+            "`longctx group-secret > FILE`"
+        )
+    return derive_key(secret.strip(), b"longctx transfer")
+
+
+def check_ip(ip: str, may_be_reached: bool) -> None:
+    """Raise ValueError unless this is an IP address, and one that other machines can't reach unless they may."""
+    try:
+        is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+    except ValueError:
+        raise ValueError(f"ip must be an IP address, got {ip!r}") from None
+    if not (may_be_reached or is_loopback):
+        raise ValueError(f"ip {ip} can be reached from other machines: transfers need a secret")
