@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from longctx.kernels.shapes import AttentionShape
+from benchmarks.kernel_shapes import AttentionShape
 
 # NVIDIA's data sheet of the H100 SXM: dense bf16 products, and memory.
 FLOPS_PER_SECOND = 989e12

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks.kernel_shapes import SHAPES, AttentionShape
 from longctx.kernels import attention
-from longctx.kernels.shapes import SHAPES, AttentionShape
 
 L2_BYTES = 100e6  # twice an H100's 50 MiB, which a rotation of operands has to exceed
 MAX_SETS = 16

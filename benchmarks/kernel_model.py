@@ -20,13 +20,13 @@ import numpy as np
 from benchmarks import cuda_tools, kernel_ptx, sass
 from benchmarks.h100_limits import BYTES_PER_SECOND, floor
 from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
+from benchmarks.kernel_shapes import AttentionShape
 from benchmarks.merge_model import predict_merge
 from benchmarks.sass import Program
 from benchmarks.warp_model import ItemCost, Turns, item_cost
 from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
 from longctx.kernels.mosaic_gpu.work import Tile
-from longctx.kernels.shapes import AttentionShape
 
 # Calibrated, with one figure: so that JAX's own kernel takes what FlashAttention-3 without its pipelining inside a
 # warpgroup does, which is the same algorithm (Shah et al. 2024, table 2: 582 TFLOP/s). It stands for the clock under

@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 
+from benchmarks.kernel_shapes import AttentionShape
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan, plan_mosaic_gpu
 from longctx.kernels.mosaic_gpu.adapter import interpreted
-from longctx.kernels.shapes import AttentionShape
 
 MULTIPROCESSORS = 132
 

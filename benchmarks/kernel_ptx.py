@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import cuda_tools
 from benchmarks.h100 import h100_mesh
+from benchmarks.kernel_shapes import SHAPES, AttentionShape
 from longctx.kernels import attention
-from longctx.kernels.shapes import SHAPES, AttentionShape
 
 PLUGIN = Path(sys.prefix, "aot")
 PEER = "attention_mgpu"

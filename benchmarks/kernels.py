@@ -23,7 +23,7 @@ from benchmarks.h100_limits import floor_rows, floor_table
 from benchmarks.kernel_cases import Case, Operands
 from benchmarks.kernel_contenders import Contender, Prepared, applicable, our_contenders, peers
 from benchmarks.kernel_report import Result, environment, report, to_json
-from longctx.kernels.shapes import AttentionShape, select
+from benchmarks.kernel_shapes import AttentionShape, select
 
 MAX_PASSES = 200
 

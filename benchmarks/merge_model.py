@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
+from benchmarks.kernel_shapes import AttentionShape, select
 from longctx.kernels.mosaic_gpu.merge import RESIDENT, MergeConfig
-from longctx.kernels.shapes import AttentionShape, select
 
 CLOCK = 1.755e9
 BANDWIDTH = 3.0e12  # of HBM; pieces are mostly still in L2, which is faster

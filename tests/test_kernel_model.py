@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from benchmarks import kernel_model, warp_model
 from benchmarks.h100_limits import floor
 from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
+from benchmarks.kernel_shapes import AttentionShape
 from benchmarks.sass import Instruction, Loop, Program
 from benchmarks.warp_model import ItemCost, Turns, item_cost, loop_cycles
-from longctx.kernels.shapes import AttentionShape
 
 FADD, MUFU, BRANCH = Instruction("FADD"), Instruction("MUFU.EX2", sets=0), Instruction("BRA", "x", "P0", target=0)
 USE = Instruction("FADD", waits=1)

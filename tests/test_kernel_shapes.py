@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longctx.kernels.shapes import MAX_CACHE_BYTES, SHAPES, AttentionShape, select
+from benchmarks.kernel_shapes import MAX_CACHE_BYTES, SHAPES, AttentionShape, select
 
 CHUNK = AttentionShape("tiny/chunk", "tiny", 1, "chunk", 2, 24, 128, 4, 2, 16)
 PREFILL = AttentionShape("tiny/prefill", "tiny", 1, "prefill", 1, 80, 80, 4, 2, 16)

@@ -25,9 +25,9 @@ class Room(NamedTuple):
 SERVING = "longctx/serving"
 ROOMS = {
     "kernels": Room(("longctx/kernels",), 6050, 47, 6000),  # partitioning for JAX's own sharding came after the plan
-    "parallel": Room(("longctx/parallel",), 3500, 24, 2800),
-    "models": Room(("longctx/models",), 6070, 43, 4200),
-    "nnx": Room(("longctx/nnx",), 1290, 12, 1200),
+    "parallel": Room(("longctx/parallel",), 3380, 22, 2800),
+    "models": Room(("longctx/models",), 5730, 30, 4200),
+    "nnx": Room(("longctx/nnx",), 1200, 8, 1200),
     "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1750, 16, 1200),
     "engine": Room((f"{SERVING}/engine",), 4810, 29, 2600),
     "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4180, 29, 3300),

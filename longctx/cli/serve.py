@@ -38,7 +38,7 @@ from longctx.cli.transfer_flags import check_transfer_flags, follower_messenger,
 from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
-from longctx.models.fingerprint import checkpoint_fingerprint
+from longctx.models.checkpoint_verify import checkpoint_fingerprint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig
 from longctx.serving.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""Renders a tokenizer's chat template as transformers does, in a process of its own, because nobody vouches for it.
+"""Renders a tokenizer's chat template as transformers does, in a process of its own, because it is untrusted.
 
 A template is a program. jinja2's sandbox keeps it from files and Python objects, but bounds neither time nor memory:
 loops nest, strings double, and a width or a precision of 10**10 keeps one call into C busy. A process can be bounded
@@ -14,13 +14,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from longctx.models.python_child import module_command, module_environment
 
 MAX_SECONDS = 5.0
 """CPU time that rendering may take, compiling the template included."""
@@ -54,10 +53,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         **variables: Any,
     ) -> str:
-        """Render the prompt for `messages`. The template may use `special_tokens` (`bos_token` and so on).
-
-        Any thread may call it. The limits are `MAX_SECONDS`, `MAX_WALL_SECONDS`, `MAX_CHARACTERS` and `MAX_MEMORY` of
-        this module.
+        """Render the prompt for `messages`, within the limits of this module; any thread may call it.
 
         Raises:
           ValueError: the template is no jinja2, rejects these messages, or exceeds a limit; or messages or variables
@@ -126,11 +122,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Send a line, and return the answer, which is not whole if the process ends.
-
-    Raises:
-      TimeoutError: there is no answer within `MAX_WALL_SECONDS`; the process is killed.
-    """
+    """Send a line, and return the answer, which is not whole if the process ends; TimeoutError: it was too late."""
     assert process.stdin is not None
     assert process.stdout is not None
     is_late = threading.Event()
@@ -176,3 +168,13 @@ def _forget_worker() -> None:
 atexit.register(lambda: _worker.close())
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_worker)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module`; the working directory is searched for modules only if it is in our path."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment() -> dict[str, str]:
+    """Its environment: ours, and our module search path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

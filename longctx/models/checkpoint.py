@@ -29,14 +29,10 @@ from longctx.models.config import LlamaConfig
 from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts
-from longctx.models.json_file import check_directory, is_gguf
 from longctx.models.llama import Llama
 from longctx.models.params import Params, param_specs, stacking_on
-from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
-from longctx.models.validation import shown
-
-TensorReader = SafetensorsReader | GgufReader
-"""What reads tensors by their Hugging Face names."""
+from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader
+from longctx.models.validation import check_directory, is_gguf, shown
 
 _MAX_THREADS = 8  # more do not read faster
 _MOST_BYTES = 2 << 30  # of slices on the host, as float32
@@ -88,52 +84,40 @@ def load_checkpoint(
       >>> tokenizer.decode([int(logits[-1].argmax())])
       '1'
     """
-    with _open_checkpoint(Path(directory), dtype) as (reader, model, dtype):
-        params = _load_params(
-            reader,
-            jnp.dtype(dtype),
-            layouts(model.config, stacking_on(model.config, mesh, apart)),
-            _shardings(model.config, mesh, apart),
-        )
-    return model, params
+    reader, model, dtype = _open_checkpoint(Path(directory), dtype)
+    wanted = layouts(model.config, stacking_on(model.config, mesh, apart))
+    return model, _load_params(reader, dtype, wanted, _shardings(model.config, mesh, apart))
 
 
 def read_model(directory: str | os.PathLike[str], dtype: DTypeLike | None = None) -> tuple[Llama, np.dtype[Any]]:
-    """The model that `load_checkpoint` would load, and the dtype of its parameters; no weights are read.
-
-    Raises:
-      FileNotFoundError, ValueError, CheckpointError: as there, but a copy of the embedding is not compared with it.
-    """
-    with _open_checkpoint(Path(directory), dtype, reads_values=False) as (_, model, dtype):
-        return model, dtype
+    """Read the model that `load_checkpoint` would load, and the dtype of its parameters; no weights are read."""
+    return _open_checkpoint(Path(directory), dtype, reads_values=False)[1:]
 
 
-@contextlib.contextmanager
 def _open_checkpoint(
     directory: Path, dtype: DTypeLike | None, reads_values: bool = True
-) -> Iterator[tuple[TensorReader, Llama, np.dtype[Any]]]:
-    """Check a checkpoint by its `config.json` and the headers of its files, which stay open; see `tensor_problems`."""
+) -> tuple[TensorReader, Llama, np.dtype[Any]]:
+    """Check a checkpoint by its `config.json` and the headers of its files; see `tensor_problems`."""
     if not is_gguf(directory):
         check_directory(directory)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype must be a floating-point type or None, got {dtype}")
-    with contextlib.ExitStack() as stack:
-        reader: TensorReader
-        if is_gguf(directory):
-            reader = stack.enter_context(GgufReader(directory))
-            config = config_from_gguf(reader)
-        else:
-            config = LlamaConfig.from_hf(directory / "config.json")
-            reader = stack.enter_context(SafetensorsReader(directory))
-        for problem in tensor_problems(reader, config, reads_values):
-            raise problem
-        wanted = layouts(config)
-        own = reader.check(wanted["embed"].names[0], wanted["embed"].file_shape)
-        yield reader, Llama(config), own if dtype is None else jnp.dtype(dtype)
+    reader: TensorReader
+    if is_gguf(directory):
+        reader = gguf_reader = GgufReader(directory)
+        config = config_from_gguf(gguf_reader)
+    else:
+        config = LlamaConfig.from_hf(directory / "config.json")
+        reader = SafetensorsReader(directory)
+    for problem in tensor_problems(reader, config, reads_values):
+        raise problem
+    embedding = layouts(config)["embed"]
+    own = reader.check(embedding.names[0], embedding.file_shape)
+    return reader, Llama(config), own if dtype is None else jnp.dtype(dtype)
 
 
 def tensor_problems(reader: TensorReader, config: LlamaConfig, reads_values: bool = True) -> Iterator[CheckpointError]:
-    """Every reason why these tensors are not those of the model: missing, unexpected, of a wrong shape or dtype.
+    """List why these tensors are not those of the model: missing, unexpected, of a wrong shape or dtype.
 
     Values are read only to compare a copy of the embedding with it, and only if `reads_values`.
     """
@@ -146,11 +130,7 @@ def tensor_problems(reader: TensorReader, config: LlamaConfig, reads_values: boo
         for name in layout.names:
             known.add(name)
             try:
-                if layout.is_e4m3:
-                    assert isinstance(reader, SafetensorsReader)  # GGUF has quantised types of its own
-                    reader.check_e4m3(name, layout.file_shape)
-                else:
-                    reader.check(name, layout.file_shape)
+                (reader.check_e4m3 if layout.is_e4m3 else reader.check)(name, layout.file_shape)
             except CheckpointError as error:
                 yield error
     for name in sorted(reader.tensors.keys() - known):
@@ -268,7 +248,6 @@ def _load_stacked_shard(
 def _read(reader: TensorReader, layout: Layout, name: str, slices: tuple[slice, ...]) -> np.ndarray:
     tensor = reader.read(name, slices)
     if layout.is_scale:
-        assert isinstance(reader, SafetensorsReader)
         reader.check_scale(name, tensor)
     return tensor
 

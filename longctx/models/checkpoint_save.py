@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from longctx.kernels.fp8 import E4M3
-from longctx.models.checkpoint_files import replacing_files, write_json
 from longctx.models.hf_names import Layout, layouts
 from longctx.models.layer_runs import Stacking, layer_runs
 from longctx.models.layer_stacks import stacking_of, stacks_of
@@ -112,7 +117,7 @@ def _pieces(model: Llama, params: Params) -> list[_Piece]:
 
 
 def _stacking(model: Llama, params: Params) -> Stacking:
-    """How the parameters are stacked; for one stage if the model can't be written from there."""
+    """Return how the parameters are stacked; for one stage if the model can't be written from there."""
     stacking = stacking_of(params.get("layers"))
     if stacking.stages > model.config.num_layers or any(run.partly for run in layer_runs(model.config, stacking)):
         return stacking._replace(stages=1)
@@ -159,3 +164,55 @@ def _index(groups: list[list[_Piece]], names: list[str]) -> dict[str, Any]:
     files = {piece[0]: name for name, group in zip(names, groups, strict=True) for piece in group}
     total = sum(_bytes(piece) for group in groups for piece in group)
     return {"metadata": {"total_size": total}, "weight_map": files}
+
+
+_PREFIX = ".saving-"  # of the temporary directory, beside the files that it replaces
+
+
+@contextmanager
+def replacing_files(directory: Path) -> Iterator[Path]:
+    """A temporary directory to write `config.json` and other files to, which are renamed into `directory` at the end.
+
+    After an error or an interrupt nothing is renamed and nothing stays. What a process left that was killed is removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in stagings(directory):
+        with _locked(left) as is_ours:
+            if is_ours:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory) as name, _locked(Path(name)):
+        staging = Path(name)
+        yield staging
+        # config.json, which says how the others are read, comes last.
+        for path in sorted(staging.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+            # safetensors makes files that only their owner can read.
+            shutil.copymode(staging / "config.json", path)
+            os.replace(path, directory / path.name)
+
+
+def stagings(directory: Path) -> list[Path]:
+    """The temporary directories of `replacing_files`, also those that a killed process left."""
+    return [path for path in directory.glob(_PREFIX + "*") if path.is_dir() and not path.is_symlink()]
+
+
+def write_json(path: Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Try to lock a directory; False: another process has it locked. The lock of a killed process is gone."""
+    try:
+        file = os.open(directory, os.O_RDONLY)
+    except OSError:  # it was removed meanwhile
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except OSError:
+            is_ours = False
+        yield is_ours
+    finally:
+        os.close(file)

@@ -1,25 +1,26 @@
-"""Checks a checkpoint directory, or a GGUF file, whole."""
+"""Checks of a whole checkpoint directory or GGUF file: weights, tokenizer, SHA-256 sums; and fingerprints of files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from longctx.kernels.fp8 import E4M3
-from longctx.models.checkpoint import TensorReader, tensor_problems
-from longctx.models.checksums import checksum_problems
+from longctx.models.chat_template import module_command, module_environment
+from longctx.models.checkpoint import tensor_problems
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import GgufReader
+from longctx.models.gguf import GgufReader, require_gguf
 from longctx.models.gguf_config import config_from_gguf
-from longctx.models.gguf_header import require_gguf
 from longctx.models.hf_names import SCALE_SUFFIX
-from longctx.models.json_file import check_directory, is_gguf
-from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, list_tensors
-from longctx.models.tokenizer_check import tokenizer_problems
-from longctx.models.validation import shown
+from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader, list_tensors
+from longctx.models.validation import check_directory, is_file, is_gguf, read_text, shown
 
 Progress = Callable[[int, int], None]
 """Called with the number of tensors that are read, and of all."""
@@ -77,27 +78,26 @@ def _gguf_problems(path: Path, progress: Progress | None) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    with reader:
-        try:
-            config = config_from_gguf(reader)
-            yield from map(str, tensor_problems(reader, config))
-        except CheckpointError as error:
-            yield str(error)
-        yield from _all_value_problems(reader, progress)
+    try:
+        config = config_from_gguf(reader)
+        yield from map(str, tensor_problems(reader, config))
+    except CheckpointError as error:
+        yield str(error)
+    yield from _all_value_problems(reader, progress)
     yield from tokenizer_problems(path, None if config is None else config.vocab_size)
 
 
 def weight_problems(directory: Path, config: LlamaConfig | None, progress: Progress | None = None) -> Iterator[str]:
-    """What is wrong with the safetensors files; with no config, the names and shapes of tensors are not checked."""
+    """List what is wrong with the safetensors files; without a config, names and shapes are not checked."""
     tensors, broken = list_tensors(directory)
     yield from map(str, broken)
-    with SafetensorsReader(directory, tensors) as reader:
-        if config is not None and not broken:  # the tensors of a broken file would all be missing
-            try:
-                yield from map(str, tensor_problems(reader, config))
-            except CheckpointError as error:
-                yield str(error)
-        yield from _all_value_problems(reader, progress)
+    reader = SafetensorsReader(directory, tensors)
+    if config is not None and not broken:  # the tensors of a broken file would all be missing
+        try:
+            yield from map(str, tensor_problems(reader, config))
+        except CheckpointError as error:
+            yield str(error)
+    yield from _all_value_problems(reader, progress)
 
 
 def _all_value_problems(reader: TensorReader, progress: Progress | None) -> Iterator[str]:
@@ -108,12 +108,12 @@ def _all_value_problems(reader: TensorReader, progress: Progress | None) -> Iter
 
 
 def _value_problems(reader: TensorReader, name: str) -> Iterator[str]:
-    if not reader.is_supported(name):
+    if reader.tensors[name].dtype not in reader.dtypes:
         return
     wrong = total = 0
     try:
         for block in reader.blocks(name):
-            if isinstance(reader, SafetensorsReader) and name.endswith(SCALE_SUFFIX):
+            if name.endswith(SCALE_SUFFIX):
                 reader.check_scale(name, block)
             if block.dtype == np.uint8:
                 block = block.view(E4M3)
@@ -124,3 +124,130 @@ def _value_problems(reader: TensorReader, name: str) -> Iterator[str]:
     if wrong:
         file = reader.tensors[name].file
         yield f"{file}: tensor {shown(name)} has {wrong} values of {total} that are NaN or infinite"
+
+
+_LISTS = ("SHA256SUMS", "SHA256SUMS.txt", "sha256sums.txt", "*.sha256")
+_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
+_SUM = re.compile(r"[0-9a-f]{64}")
+
+
+def checksum_problems(directory: Path) -> Iterator[str]:
+    """Compare files with the SHA-256 sums that lists of `sha256sum` and the cache of the Hugging Face hub have."""
+    try:
+        for source, name, expected in _expected_sums(directory):
+            problem = f"{source}: {name}" if expected is None else _sum_difference(directory, source, name, expected)
+            if problem is not None:
+                yield problem
+    except OSError as error:
+        yield f"{directory} cannot be searched for SHA-256 sums: {error}"
+
+
+def _sum_difference(directory: Path, source: Path, name: str, expected: str) -> str | None:
+    path = directory / name
+    try:
+        if not is_file(path):
+            return f"{source} has a sum of {name!r}, which is not in {directory}"
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    except ValueError as error:
+        return str(error)
+    return None if found == expected else f"{path}: its SHA-256 is {found}, that in {source} is {expected}"
+
+
+def _expected_sums(directory: Path) -> Iterator[tuple[Path, str, str | None]]:
+    """Source, file name and sum; or source, what is wrong with it, and None."""
+    for path in sorted({path for pattern in _LISTS for path in directory.glob(pattern)}):
+        try:
+            lines = [line for line in read_text(path).splitlines() if line.strip()]
+        except (FileNotFoundError, ValueError) as error:
+            yield path, str(error), None
+            continue
+        for line in lines:
+            found = _LINE.fullmatch(line)
+            name = PurePosixPath((found and found[2]) or path.stem)
+            if found is None or name.is_absolute() or ".." in name.parts:
+                yield path, f"{line[:80]!r} is not a SHA-256 sum and the name of a file in this directory", None
+            else:
+                yield path, str(name), found[1].lower()
+    for path in sorted(directory.glob(".cache/huggingface/download/*.metadata")):
+        if (directory / path.stem).is_file() and path.is_file():
+            lines = path.read_bytes()[:1000].decode(errors="replace").splitlines()
+            if len(lines) > 1 and _SUM.fullmatch(lines[1]):
+                yield path, path.stem, lines[1]
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() and path.is_file() and _SUM.fullmatch(path.resolve().name):
+            yield path.resolve(), path.name, path.resolve().name
+
+
+_PLACES, _BYTES = 64, 4096  # number and size of the samples that are read of a file of tensors
+_WHOLE = 256 * 2**20  # the most bytes of a JSON file that are read
+
+
+def checkpoint_fingerprint(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """A digest of each file of a checkpoint: all of a JSON file; size and 64 samples of files of tensors.
+
+    The samples of a safetensors file have its header. A GGUF file is the only one of its checkpoint.
+
+    Args:
+      directory: a checkpoint directory, or a file `*.gguf`.
+
+    Returns:
+      By the name of each file, 16 hexadecimal digits of its digest, blake2b.
+
+    Raises:
+      FileNotFoundError: no such directory or GGUF file.
+      ValueError: it cannot be read.
+
+    Examples:
+      >>> import shutil
+      >>> from pathlib import Path
+      >>> from longctx.models import checkpoint_fingerprint
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> _ = shutil.copytree(TINY, "copy")  # as if on another host
+      >>> _ = Path("copy/config.json").write_text("{}")
+      >>> here, there = checkpoint_fingerprint(TINY), checkpoint_fingerprint("copy")
+      >>> [name for name in here if here[name] != there[name]]
+      ['config.json']
+    """
+    directory = Path(directory)
+    if is_gguf(directory):
+        if not is_file(directory):
+            raise FileNotFoundError(f"no such file: {directory}")
+        return {directory.name: _digest(directory)}
+    check_directory(directory)
+    paths = sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")])
+    return {path.name: _digest(path) for path in paths if is_file(path)}
+
+
+def _digest(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=8)
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        if size <= (_WHOLE if path.suffix == ".json" else _PLACES * _BYTES):
+            digest.update(file.read())
+        else:
+            for place in range(_PLACES):  # the first sample holds the header
+                file.seek(place * (size - _BYTES) // (_PLACES - 1))
+                digest.update(file.read(_BYTES))
+    return digest.hexdigest()
+
+
+_MAX_SECONDS = 300
+
+
+def tokenizer_problems(directory: Path, vocab_size: int | None) -> list[str]:
+    """List what is wrong with the tokenizer of a directory or GGUF file, for a model of `vocab_size` (None: unknown).
+
+    The check runs in a process of its own: a damaged `tokenizer.json` can make the `tokenizers` library abort it.
+    """
+    file = directory if is_gguf(directory) else directory / "tokenizer.json"
+    command = module_command("longctx.models.tokenizer", str(directory), json.dumps(vocab_size))
+    try:
+        child = subprocess.run(command, env=module_environment(), capture_output=True, timeout=_MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [f"{file}: checking it takes more than {_MAX_SECONDS} seconds"]
+    if child.returncode:
+        return [f"{file}: reading it ended the process with status {child.returncode}"]
+    return json.loads(child.stdout)

@@ -16,12 +16,9 @@ _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
 def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
-    """Bytes of the weights on each of `stage * tensor` devices, with as many layers as the largest stage has.
+    """Compute the bytes of weights on each of `stage * tensor` devices, with the layers of the largest stage.
 
-    Args:
-      stage: at most the model's layers.
-      tensor: divides the heads, and the KV heads or is a multiple of them.
-      dtype_bytes: of a number that is not quantised.
+    `stage` is at most the model's layers, `tensor` divides its heads; `dtype_bytes` is for numbers not quantised.
     """
     hidden, size = config.hidden_size, config.head_dim
     heads, ffn = config.num_heads * size // tensor, config.intermediate_size // tensor
@@ -58,22 +55,13 @@ def cache_bytes(
     dtype_bytes: int = 2,
     kv_dtype: str | None = None,
 ) -> int:
-    """Bytes of the keys and values of `tokens` tokens on each of `stage * tensor` devices, as `weight_bytes` counts.
-
-    Args:
-      dtype_bytes: of a number of the cache, unless `kv_dtype` says.
-      kv_dtype: of the cache, as of `EngineConfig`.
-    """
+    """Compute the bytes of keys and values of `tokens` tokens on each device, as `weight_bytes` does."""
     layers, kv_heads = layers_per_stage(config.num_layers, stage), max(1, config.num_kv_heads // tensor)
     return 2 * layers * kv_heads * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype) * tokens
 
 
 def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None) -> _Bytes:
-    """Bytes of a token's key, or of its value, in one KV head of a cache; the arguments are those of `cache_bytes`.
-
-    Raises:
-      ValueError: kv_dtype is not known.
-    """
+    """Compute the bytes of a token's key, or of its value, in one KV head; ValueError: kv_dtype is not known."""
     check_kv_dtype(kv_dtype)
     return head_dim * dtype_bytes if kv_dtype is None else head_dim + KV_SCALE_BYTES
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import ROPE_FREQUENCIES, GgufReader
-from longctx.models.gguf_header import GgufHeader
+from longctx.models.gguf import ROPE_FREQUENCIES, GgufHeader, GgufReader
 from longctx.models.rope_config import Llama3Scaling, RopeConfig
 from longctx.models.safetensors_reader import CheckpointError
 from longctx.models.validation import check_integer, check_real, shown
@@ -57,12 +56,7 @@ _MOST_FREQUENCIES = 2**11
 
 
 def config_from_gguf(reader: GgufReader) -> LlamaConfig:
-    """The configuration of the model in an open GGUF file.
-
-    Raises:
-      CheckpointError: an unknown architecture, a missing key, or a setting that this library does not support; the
-        message names the file and the key.
-    """
+    """Return the configuration of the model in an open GGUF file; CheckpointError: it has none that is supported."""
     header = reader.header
     try:
         architecture = _architecture(header)
@@ -164,15 +158,14 @@ def _rope_scaling(reader: GgufReader, own: Mapping[str, Any], architecture: str)
 
 
 def _llama3_scaling(reader: GgufReader, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of Llama 3.1 whose factors these are.
+    """Find the scaling of Llama 3.1 whose factors, one for each frequency, the file has in float32.
 
-    GGUF has a factor for each frequency, which llama.cpp's converter computes in float32. Angles far into a context
-    need more, so the numbers that it was computed from are found again: the factor is the largest, and low_freq_factor
-    and high_freq_factor are 1 and 4 in all models.
+    Angles far into a context need more digits: the factor is the largest, low_freq_factor and high_freq_factor are 1
+    and 4 in all models.
     """
     tensor = reader.header.tensors[ROPE_FREQUENCIES]
-    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FREQUENCIES:
-        raise ValueError(f"tensor {shown(ROPE_FREQUENCIES)} is {tensor.type} of shape {tensor.shape}")
+    if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FREQUENCIES:
+        raise ValueError(f"tensor {shown(ROPE_FREQUENCIES)} is {tensor.dtype} of shape {tensor.shape}")
     factors = reader.read(ROPE_FREQUENCIES, (slice(None),)).astype(np.float64)
     theta = check_real("rope.freq_base", own.get("rope.freq_base", 1e4), 1.0, 1e15)
     plain = RopeConfig(theta).inverse_frequencies(2 * factors.size)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longctx.models.chat_template import ChatTemplate
+from longctx.models.gguf import read_header
 from longctx.models.gguf_config import end_ids
-from longctx.models.gguf_header import read_header
 from longctx.models.validation import check_bool, check_integer, check_token_ids, shown
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 
 
 class _Vocabulary:
-    """What the metadata say of tokens, checked.
-
-    Raises:
-      TypeError, ValueError: a value is missing or wrong; the message names its key.
-    """
+    """Checked metadata of tokens; TypeError or ValueError names the key that is missing or wrong."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -117,11 +113,11 @@ class _Vocabulary:
 def read_gguf_tokenizer(
     path: Path,
 ) -> tuple[Tokenizer, tuple[int, ...], dict[str, str], ChatTemplate | None]:
-    """The tokenizer of a GGUF file, the ids that end a generation, special tokens and the chat template.
+    """Read the tokenizer of a GGUF file, the ids that end a generation, special tokens and the chat template.
 
     Raises:
       FileNotFoundError, CheckpointError: as `read_header`.
-      ValueError: the tokenizer is of a kind that is not supported, or contradicts itself; the message names the key.
+      ValueError: the tokenizer is of an unsupported kind, or contradicts itself; the message names the key.
     """
     metadata = read_header(path).metadata
     try:

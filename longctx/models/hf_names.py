@@ -44,7 +44,7 @@ _LAYERS: dict[str, tuple[str, Axes]] = {
 }
 
 SCALE_SUFFIX = "_scale"
-"""What the name of a scale has after that of its weight."""
+"""Suffix of the name of a scale, after that of its weight."""
 
 T = TypeVar("T")
 

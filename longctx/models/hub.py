@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from longctx import extras
-from longctx.models.json_file import check_directory, exists, is_file, is_gguf
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, index_files
+from longctx.models.validation import check_directory, exists, is_file, is_gguf
 
 _NAME = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?", re.ASCII)
 _SMALL_FILES = (

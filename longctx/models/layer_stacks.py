@@ -40,7 +40,7 @@ def stacks_of(layers: Any) -> tuple[Any, ...]:
 
 
 def stacking_of(layers: Any) -> Stacking:
-    """How `params["layers"]` are stacked; for one stage also where stages make no difference."""
+    """Return how `params["layers"]` are stacked; for one stage also where stages make no difference."""
     return layers.stacking if isinstance(layers, LayerRuns) else STACKED
 
 

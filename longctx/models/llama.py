@@ -26,10 +26,9 @@ from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
-from longctx.models.cpu_weights import OutputMajor
-from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_stacks import in_order
 from longctx.models.params import Params, abstract_params, init_params
+from longctx.models.projections import OutputMajor, PartlyQuantized, RowQuantized
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
 Cache = Any
@@ -356,13 +355,7 @@ def dense_attend(
     segment_ids: Int[Array, "*B T"] | None = None,
     implementation: str | None = None,
 ) -> Attend:
-    """Causal attention among the tokens of this call, with no cache, planned once for all layers.
-
-    Args:
-      dtype: of hidden states.
-      positions: in the shape of the tokens.
-      implementation: as in `longctx.kernels.attention`.
-    """
+    """Make causal attention among the tokens of this call, with no cache, planned once for all layers."""
     q, k = (
         jax.ShapeDtypeStruct((*positions.shape, heads, config.head_dim), dtype)
         for heads in (config.num_heads, config.num_kv_heads)
@@ -393,10 +386,9 @@ def project(
     dtype: DTypeLike | None = None,
     pmax: Callable[[Array], Array] = lambda x: x,
 ) -> Array:
-    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32.
+    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32; `dtype` None is that of x.
 
-    The result has dtype `dtype`, by default that of `x`. A quantised weight quantises `x` too, whose rows have
-    their maximum over devices by `pmax`.
+    A quantised weight quantises `x` too, whose rows have their maximum over devices by `pmax`.
     """
     if isinstance(weight, OutputMajor):
         (y,) = weight.product(x, axes)
@@ -422,14 +414,7 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: Real) -> Flo
 
 
 def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False) -> Array:
-    """Convert `tokens` to an array.
-
-    Args:
-      is_packed: they are of several sequences, so there may be more than `max_positions`.
-
-    Raises:
-      TypeError, ValueError: they are no token ids; the message says why.
-    """
+    """Convert `tokens`, of several sequences if `is_packed`, to an array; TypeError or ValueError: they are no ids."""
     array = np.asarray(tokens) if not isinstance(tokens, Array) else tokens
     if array.ndim < 1 or array.size == 0:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
@@ -442,11 +427,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
 
 
 def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
-    """Convert `positions` to an array in the shape of `tokens`; None: 0 to T-1.
-
-    Raises:
-      TypeError, ValueError: they are no positions of the tokens; the message says why.
-    """
+    """Convert `positions` to an array in the shape of `tokens`, 0 to T-1 if None; TypeError or ValueError as there."""
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
     array = like_tokens("positions", tokens, positions)
@@ -459,11 +440,7 @@ def _counting(tokens: Array) -> Array:
 
 
 def like_tokens(name: str, tokens: Array, value: ArrayLike, are_ids: bool = False) -> Any:
-    """Convert integers to an int32 array in the shape of `tokens`; `are_ids`: by `check_ids`.
-
-    Raises:
-      TypeError, ValueError: they have another dtype or shape, or are too large; the message has the name.
-    """
+    """Convert integers to an int32 array in the shape of `tokens`; `are_ids`: by `check_ids`."""
     array = (check_ids if are_ids else check_int32)(f"`{name}`", value)
     if array.shape != tokens.shape:
         raise ValueError(f"`{name}` {array.shape} and `tokens` {tokens.shape} differ in shape")

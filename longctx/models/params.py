@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from longctx.annotations import Real
-from longctx.kernels.fp8 import BITS
+from longctx.kernels.fp8 import BITS, quantize_rows
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import STACKED, Layer, Run, Stacking, layer_runs
-from longctx.models.layer_stacks import by_run, take_apart
+from longctx.models.layer_stacks import by_run, stacks_of, take_apart
+from longctx.models.projections import PartlyQuantized, RowQuantized
 from longctx.models.validation import check_bool
 
 Params = dict[str, Any]
@@ -61,13 +62,7 @@ _MESH_AXIS = {
 
 
 class Param(NamedTuple):
-    """A parameter: its axes, and which layers it has.
-
-    Attributes:
-      axes: the names of its axes.
-      layers: the model's layers along the axis "layer", see `Run`; none without that axis.
-      dtype: None: the one in which a model is loaded.
-    """
+    """Parameter: its axes, the model's layers along the axis "layer", and its dtype (None: that of the model)."""
 
     axes: Axes
     layers: tuple[Layer, ...] = ()
@@ -75,12 +70,7 @@ class Param(NamedTuple):
 
 
 def param_table(config: LlamaConfig, stacking: Stacking = STACKED) -> Params:
-    """Every parameter, as a pytree whose leaves are `Param`s.
-
-    Args:
-      stacking: of the layers. Unless they are apart, stages make a difference only where some layers are quantised and
-        others are not, or where they don't divide the layers.
-    """
+    """Make a pytree of every parameter, whose leaves are `Param`s, for layers that are stacked so."""
     table: Params = {
         "embed": Param(("vocab", "hidden")),
         "layers": by_run(layer_runs(config, stacking), functools.partial(_layer_table, config), stacking),
@@ -143,18 +133,15 @@ def init_params(
     initializer_range: Real = 0.02,
     apart: bool = False,
 ) -> Params:
-    """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
+    """Make random parameters: normal weights of deviation `initializer_range`, norms of 1, biases of 0.
 
-    Those of a quantised model are quantised after that. Layers that are `apart` have the weights that stacked ones
-    have.
+    Those of a quantised model are quantised after that; layers that are `apart` have the same weights.
     """
     check_bool("apart", apart)
     if apart:
         params = init_params(config, key, dtype, initializer_range)
         return params | {"layers": take_apart(params["layers"])}
     if config.quantization is not None:
-        from longctx.models.quantize import quantize_params  # which imports this file
-
         plain = init_params(dataclasses.replace(config, quantization=None), key, dtype, initializer_range)
         return quantize_params(plain, config)
 
@@ -172,12 +159,9 @@ def init_params(
 
 
 def stacking_on(config: LlamaConfig, mesh: Mesh | None, apart: bool | None = None) -> Stacking:
-    """How layers are stacked on a mesh, or on the first device if it is None.
+    """Choose how layers are stacked on a mesh, or on the first device if it is None.
 
-    For its stages, if there are layers for all of them, else for 1.
-
-    Args:
-      apart: whether each place of a stage is apart; None: on accelerators, not on CPUs.
+    They are stacked for its stages, if there are layers for all, else for 1; `apart` is by default so on accelerators.
     """
     stages = 1 if mesh is None else mesh.shape.get("stage", 1)
     if apart is not None:
@@ -222,3 +206,25 @@ def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> P
 def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:
     name = _MESH_AXIS.get(axis)
     return name if name in mesh.shape and size % mesh.shape[name] == 0 else None
+
+
+def quantize_params(params: Params, config: LlamaConfig) -> Params:
+    """Quantise the weights that `config.quantization` names, of parameters of the same model without it."""
+    (plain,) = stacks_of(params["layers"])
+
+    def of_run(run: Run) -> Params:
+        first = run.layers[0]
+        assert first is not None  # one stage has no layers of zeros
+        stack = jax.tree.map(lambda x: x[first : first + len(run.layers)], plain)
+        return {name: _quantize(name, x, config) if name in run.quantized else x for name, x in stack.items()}
+
+    return params | {"layers": by_run(layer_runs(config), of_run)}
+
+
+def _quantize(name: str, stack: jax.Array, config: LlamaConfig) -> RowQuantized:
+    """A stack `[layer, *inputs, *outputs]`."""
+    assert config.quantization is not None
+    inputs = INPUT_AXES.get(name, 1)
+    order = (0, *range(1 + inputs, stack.ndim), *range(1, 1 + inputs))
+    values, scale = quantize_rows(jnp.transpose(stack, order), inputs)
+    return RowQuantized(lax.bitcast_convert_type(values, BITS), scale, config.quantization.activation_scale_ub)

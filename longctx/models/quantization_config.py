@@ -116,11 +116,7 @@ def _is_names(value: object) -> bool:
 
 
 def quantization_from_hf(source: Any, num_layers: int) -> RowwiseFp8 | None:
-    """Read a `quantization_config`; None: no weight is quantised.
-
-    Raises:
-      TypeError, ValueError: it is not one of the two forms; the message names the key.
-    """
+    """Read a `quantization_config`; None: no weight is quantised. TypeError or ValueError names a wrong key."""
     if source is None:
         return None
     if not isinstance(source, Mapping):
@@ -148,10 +144,7 @@ def quantization_from_hf(source: Any, num_layers: int) -> RowwiseFp8 | None:
 
 
 def quantization_to_hf(quantization: RowwiseFp8) -> dict[str, Any]:
-    """A `quantization_config` that `quantization_from_hf` reads back.
-
-    It has the form fbgemm_fp8, or compressed-tensors if activations have no bound, which the former always has.
-    """
+    """Make a `quantization_config`: fbgemm_fp8, or compressed-tensors if activations have no bound."""
     excluded = [
         f"model.layers.{i}.{module}"
         for i, names in enumerate(quantization.layers)

@@ -13,13 +13,12 @@ import numpy as np
 
 from longctx.kernels.fp8 import E4M3, quantize_rows
 from longctx.models.checkpoint import tensor_problems
-from longctx.models.checkpoint_files import replacing_files, stagings, write_json
+from longctx.models.checkpoint_save import replacing_files, stagings, write_json
 from longctx.models.config import LlamaConfig
 from longctx.models.hf_names import SCALE_SUFFIX, layouts
-from longctx.models.json_file import check_directory, is_file, is_gguf, read_json
 from longctx.models.quantization_config import RowwiseFp8, quantization_to_hf
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, CheckpointError, SafetensorsReader
-from longctx.models.validation import shown
+from longctx.models.validation import check_directory, is_file, is_gguf, read_json, shown
 
 # Files beside the weights that a model needs to be served, as transformers names them.
 _COPIED = (
@@ -86,11 +85,11 @@ def quantize_checkpoint(
     if out.exists() and (not out.is_dir() or {*out.iterdir()} - {*stagings(out)}):
         raise ValueError(f"{out} must be a directory that is empty or does not exist")
     chosen = _weights(dataclasses.replace(config, quantization=quantization))
-    with SafetensorsReader(directory) as reader:
-        for problem in tensor_problems(reader, config, reads_values=False):
-            raise problem
-        with replacing_files(out) as staging:
-            _write(reader, chosen, quantization, staging, progress)
+    reader = SafetensorsReader(directory)
+    for problem in tensor_problems(reader, config, reads_values=False):
+        raise problem
+    with replacing_files(out) as staging:
+        _write(reader, chosen, quantization, staging, progress)
 
 
 def _weights(config: LlamaConfig) -> set[str]:

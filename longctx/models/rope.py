@@ -66,11 +66,7 @@ def _high_product(a: Array, b: np.ndarray) -> Array:
 def apply_rope(
     x: Float[Array, "*B T heads H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]
 ) -> Float[Array, "*B T heads H"]:
-    """Rotates `x` `[*B, T, heads, head_dim]` by angles given as `[*B, T, head_dim // 2]`.
-
-    Dimension i pairs with i + head_dim // 2 (Hugging Face's order, not the paper's neighbours).
-    Computed in float32, returned in `x.dtype`.
-    """
+    """Rotate `x` in float32 by angles `[*B, T, H / 2]`: dimension i pairs with i + H / 2, Hugging Face's order."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

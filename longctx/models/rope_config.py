@@ -174,12 +174,7 @@ _KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
-
-    Raises:
-      ValueError: a rope type other than default, linear, llama3 and yarn, a parameter that is
-        missing, or one that this type does not have; the message names the key.
-    """
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`; ValueError names a wrong key."""
     key = "rope_parameters" if config.get("rope_parameters") not in (None, {}) else "rope_scaling"
     scaling = config.get(key)
     if not isinstance(scaling, Mapping | None):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from longctx.models.json_file import MAX_JSON_BYTES, check_directory, decode, is_file, parse_json, read_json
-from longctx.models.validation import check_integer, shown
+from longctx.models.validation import (
+    MAX_JSON_BYTES,
+    check_directory,
+    check_integer,
+    decode,
+    is_file,
+    parse_json,
+    read_json,
+    shown,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,7 +32,7 @@ _E4M3 = "F8_E4M3"
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {_E4M3: 1}
 _MAX_DIMENSIONS = 32
 _LFS_POINTER = b"version "  # the first 8 bytes of the text that git has where LFS has the file
-_BLOCK_BYTES = 64 * 2**20  # `SafetensorsReader.blocks` reads so much at a time
+_BLOCK_BYTES = 64 * 2**20  # `TensorReader.blocks` reads at most so much at a time
 
 
 class CheckpointError(ValueError):
@@ -49,9 +54,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it.
+    """Tensor as the header of its file describes it.
 
-    `dtype` is the name that safetensors uses; `begin` is where its bytes begin in the file.
+    `dtype` is the name that the format uses; `begin` is where its bytes begin in the file.
     """
 
     file: Path
@@ -60,61 +65,49 @@ class StoredTensor:
     begin: int = 0
 
 
-class SafetensorsReader:
-    """Reads slices of a directory's tensors, from one file or from several with an index.
+class TensorReader:
+    """Base of readers of a checkpoint's tensors, by their Hugging Face names.
 
-    The constructor reads headers only, or takes the tensors that `list_tensors` found. Use it as a context manager,
-    which closes the files at the end.
-
-    Raises:
-      FileNotFoundError: the directory or a required file does not exist.
-      CheckpointError: a file is truncated or no safetensors file.
+    Attributes:
+      directory: of the checkpoint, or its file.
+      tensors: by name.
+      dtypes: the types that `read` takes, and the dtype that it gives.
+      source: what says which shapes tensors have.
     """
 
-    def __init__(self, directory: Path, tensors: dict[str, StoredTensor] | None = None) -> None:
-        self.directory = directory
-        if tensors is None:
-            tensors, problems = list_tensors(directory)
-            if problems:
-                raise problems[0]
-        self.tensors = tensors
-        self._open_files: dict[Path, Any] = {}
-        self._opening = threading.Lock()
-        self._stack = contextlib.ExitStack()
+    directory: Path
+    tensors: dict[str, StoredTensor]
+    dtypes: Mapping[str, np.dtype[Any]]
+    source = "config.json"
 
-    def __enter__(self) -> SafetensorsReader:
-        return self
+    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        """Read a part of the tensor, and nothing else of it; of an e4m3 tensor its bits."""
+        raise NotImplementedError
 
-    def __exit__(self, *exception: object) -> None:
-        self._open_files.clear()
-        self._stack.close()
+    def stored_name(self, name: str) -> str:
+        """The name of the tensor in its file."""
+        return name
+
+    def rows_at_once(self, name: str) -> int:
+        """The number of rows of the tensor that can only be read together."""
+        return 1
 
     def check(self, name: str, shape: tuple[int, ...]) -> np.dtype[Any]:
-        """Check that the tensor exists, has this shape and a supported dtype, and return the dtype."""
+        """Check that the tensor exists, has this shape and a floating-point dtype, and return the dtype."""
         stored = self._check_shape(name, shape)
-        if stored.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{stored.file}: tensor {shown(name)} is {shown(stored.dtype)}; only {', '.join(_DTYPES)} are supported"
-            )
-        return _DTYPES[stored.dtype]
+        allowed = {name: dtype for name, dtype in self.dtypes.items() if dtype in STORED_DTYPES}
+        if stored.dtype not in allowed:
+            own, kind = shown(self.stored_name(name)), shown(stored.dtype)
+            raise CheckpointError(f"{stored.file}: tensor {own} is {kind}; only {', '.join(allowed)} are supported")
+        return allowed[stored.dtype]
 
     def check_e4m3(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensor exists, has this shape and is e4m3; `read` gives its bits, uint8."""
+        """Check that the tensor exists, has this shape and is e4m3."""
         stored = self._check_shape(name, shape)
         if stored.dtype != _E4M3:
             raise CheckpointError(
                 f"{stored.file}: tensor {shown(name)} is {shown(stored.dtype)}, by quantization_config it is {_E4M3}"
             )
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.directory} has no tensor {shown(name)}")
-        stored = self.tensors[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.file}: tensor {shown(name)} has shape {stored.shape}, but config.json makes it {shape}"
-            )
-        return stored
 
     def check_scale(self, name: str, values: np.ndarray) -> None:
         """Check the values of a tensor of scales, which must be positive and finite."""
@@ -126,44 +119,72 @@ class SafetensorsReader:
                 "positive and finite"
             )
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read a part of the tensor, and nothing else of it; of an e4m3 tensor its bits."""
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        own = shown(self.stored_name(name))
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory} has no tensor {own}")
         stored = self.tensors[name]
-        try:
-            if stored.dtype != _E4M3:  # the library has no dtype of numpy for it
-                with self._opening:
-                    if stored.file not in self._open_files:
-                        file = self._stack.enter_context(safe_open(stored.file, framework="numpy"))
-                        self._open_files[stored.file] = file
-                    part = self._open_files[stored.file].get_slice(name)
-                # The library reads the header again.
-                if (part.get_dtype(), tuple(part.get_shape())) != (stored.dtype, stored.shape):
-                    raise CheckpointError(f"{stored.file}: tensor {shown(name)} has changed since its header was read")
-            # Numpy copies without Python's lock, with which the library would read one tensor at a time.
-            bits = np.dtype(f"u{_ITEM_BYTES[stored.dtype]}")
-            values = np.array(np.memmap(stored.file, bits, "r", stored.begin, stored.shape or (1,))[slices])
-            return values.view(_DTYPES.get(stored.dtype, bits)).reshape(values.shape if stored.shape else ())
-        except CheckpointError:
-            raise
-        except (SafetensorError, OSError, MemoryError, ValueError) as error:  # ValueError: a file cut off since
-            raise CheckpointError(f"{stored.file}: cannot read tensor {shown(name)}: {error}") from error
-
-    def is_supported(self, name: str) -> bool:
-        """Whether the tensor has a dtype that can be read."""
-        return self.tensors[name].dtype in _ITEM_BYTES
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.file}: tensor {own} has shape {stored.shape}, but {self.source} makes it {shape}"
+            )
+        return stored
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
-        """Read the tensor, of a supported dtype, in parts of at most 64 MiB or one row."""
+        """Read the tensor, of a supported dtype, in parts of at most 64 MiB or of the fewest rows that can be read."""
         stored = self.tensors[name]
         if not stored.shape:
             yield self.read(name, ())
         if not stored.shape or 0 in stored.shape:
             return
-        rows = stored.shape[0]
-        row_bytes = math.prod(stored.shape[1:]) * _ITEM_BYTES[stored.dtype]
-        step = max(1, _BLOCK_BYTES // row_bytes)
-        for begin in range(0, rows, step):
-            yield self.read(name, (slice(begin, min(begin + step, rows)),))
+        together, rest = self.rows_at_once(name), stored.shape[1:]
+        step = max(1, _BLOCK_BYTES // (math.prod(rest) * self.dtypes[stored.dtype].itemsize * together)) * together
+        for begin in range(0, stored.shape[0], step):
+            yield self.read(name, (slice(begin, min(begin + step, stored.shape[0])),))
+
+
+class SafetensorsReader(TensorReader):
+    """Reads slices of a directory's tensors, from one file or from several with an index.
+
+    The constructor reads headers only, or takes the tensors that `list_tensors` found. Each read maps its tensor anew:
+    `safetensors.safe_open` gives NumPy no e4m3 (0.8), and its errors do not name the tensor that is wrong.
+
+    Raises:
+      FileNotFoundError: the directory or a required file does not exist.
+      CheckpointError: a file is truncated or no safetensors file.
+    """
+
+    dtypes = _DTYPES | {_E4M3: np.dtype(np.uint8)}
+
+    def __init__(self, directory: Path, tensors: dict[str, StoredTensor] | None = None) -> None:
+        self.directory = directory
+        if tensors is None:
+            tensors, problems = list_tensors(directory)
+            if problems:
+                raise problems[0]
+        self.tensors = tensors
+        self._stamps = {stored.file: _stamp(stored.file) for stored in tensors.values()}
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        stored = self.tensors[name]
+        try:
+            if _stamp(stored.file) != self._stamps[stored.file]:
+                raise CheckpointError(f"{stored.file}: tensor {shown(name)} has changed since its header was read")
+            # Numpy copies without Python's lock.
+            dtype = self.dtypes[stored.dtype]
+            bits = np.dtype(f"u{dtype.itemsize}")
+            values = np.array(np.memmap(stored.file, bits, "r", stored.begin, stored.shape or (1,))[slices])
+            return values.view(dtype).reshape(values.shape if stored.shape else ())
+        except CheckpointError:
+            raise
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: a file cut off since
+            raise CheckpointError(f"{stored.file}: cannot read tensor {shown(name)}: {error}") from error
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Numbers that are others after a file has changed."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNotFoundError | CheckpointError]]:

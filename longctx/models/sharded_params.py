@@ -12,10 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models.config import LlamaConfig
-from longctx.models.cpu_weights import OutputMajor
-from longctx.models.layer_stacks import stacking_of, stacks_of, take_apart
+from longctx.models.layer_runs import Run, layer_runs
+from longctx.models.layer_stacks import by_run, stacking_of, stacks_of, take_apart
 from longctx.models.params import (
+    INPUT_AXES,
     Param,
     Params,
     abstract_params,
@@ -24,7 +26,7 @@ from longctx.models.params import (
     param_table,
     stacking_on,
 )
-from longctx.models.stage_stacks import stack_for_stages
+from longctx.models.projections import OutputMajor, PartlyQuantized, RowQuantized
 
 _ROW_PARALLEL = ("wo", "w_down")
 # Projections that are one product on CPUs, as they have the same input.
@@ -91,11 +93,7 @@ def _shard_in_process(params: Params, config: LlamaConfig, mesh: Mesh, stays_sta
 
 
 def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """Shard over several processes. Arrays on the mesh stay there; of arrays that every process holds, each takes its
-    part.
-
-    Arrays with the right sharding are not copied.
-    """
+    """Shard over several processes: arrays on the mesh stay, and each process takes its part of those that all hold."""
 
     def finish(params: Params) -> Params:
         params = _pad_params(params, config, mesh)
@@ -132,10 +130,7 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
 def abstract_sharded_params(
     config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32, apart: bool | None = None
 ) -> Params:
-    """The result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`.
-
-    No array is allocated. `apart` as for `shard_params`.
-    """
+    """Return the result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`."""
     params = abstract_params(device_config(config, mesh), dtype, stacking_on(config, mesh, apart))
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
@@ -232,3 +227,68 @@ def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
 def _head(matrix: Any, mesh: Mesh) -> OutputMajor:
     """The output head of a matrix `[vocab, D]`."""
     return OutputMajor(matrix, ((matrix.shape[0] // (mesh.shape["tensor"] * mesh.shape["stage"]),),))
+
+
+def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params:
+    """Stack the layers for `stages` stages, or as much apart as they are, if they are not stacked so already.
+
+    Raises:
+      ValueError: they have the structure of no number of stages; or of another one than these, and are partly
+        quantised, or spread over several processes.
+    """
+    layers = params["layers"]
+    stacking = stacking_of(layers)
+    own, new = stacking.stages, stacking._replace(stages=stages)
+    wanted, given = layer_runs(config, new), layer_runs(config, stacking)
+    if wanted == given:
+        return params
+    if own > config.num_layers or [*map(_describe, stacks_of(layers))] != [*map(_describe_run, given)]:
+        raise ValueError(f"params do not have the model's structure, be it for one stage or for {max(own, stages)}")
+    if own > 1 and any(run.partly for run in given):
+        raise ValueError(f"params are partly quantised and stacked for {own} stages: load them for {stages}")
+    if not all(x.is_fully_addressable for x in jax.tree.leaves(layers) if isinstance(x, jax.Array)):
+        raise ValueError(f"params are spread over several processes for {own} stages: load them for {stages}")
+    by_layer: dict[int, dict[str, Any]] = {}
+    for run, stack in zip(given, stacks_of(layers), strict=True):
+        for i, layer in enumerate(run.layers):
+            if layer is not None:
+                by_layer[layer] = {name: jax.tree.map(lambda x, i=i: np.asarray(x[i]), w) for name, w in stack.items()}
+    dtype = np.dtype(params["embed"].dtype)
+
+    def restack(run: Run) -> dict[str, Any]:
+        def stack(name: str) -> Any:
+            weights = [None if layer is None else by_layer[layer][name] for layer in run.layers]
+            if name in run.partly:
+                weights = [None if w is None else _partly(name, w, dtype, config) for w in weights]
+            zeros = jax.tree.map(np.zeros_like, next(w for w in weights if w is not None))
+            return jax.tree.map(lambda *parts: np.stack(parts), *(zeros if w is None else w for w in weights))
+
+        return {name: stack(name) for name in by_layer[0]}
+
+    return params | {"layers": by_run(wanted, restack, new)}
+
+
+_Description = tuple[int, frozenset[str], frozenset[str]]  # layers; names that are quantised, and partly so
+
+
+def _describe(stack: dict[str, Any]) -> _Description:
+    quantized = frozenset(name for name, weight in stack.items() if isinstance(weight, RowQuantized))
+    partly = frozenset(name for name, weight in stack.items() if isinstance(weight, PartlyQuantized))
+    return stack["attn_norm"].shape[0], quantized, partly
+
+
+def _describe_run(run: Run) -> _Description:
+    return len(run.layers), run.quantized, run.partly
+
+
+def _partly(name: str, weight: Any, dtype: np.dtype[Any], config: LlamaConfig) -> PartlyQuantized:
+    """One layer's weight, quantised or not, as `PartlyQuantized` of the model's dtype."""
+    assert config.quantization is not None
+    bound = config.quantization.activation_scale_ub
+    if isinstance(weight, RowQuantized):
+        values: Any = weight.values
+        return PartlyQuantized(values.view(E4M3).astype(dtype), weight.scale, bound)
+    inputs = INPUT_AXES.get(name, 1)
+    order = (*range(inputs, weight.ndim), *range(inputs))
+    scale: Any = np.zeros(weight.shape[inputs:], np.float32)
+    return PartlyQuantized(weight.transpose(order), scale, bound)

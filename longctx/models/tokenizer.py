@@ -1,17 +1,19 @@
-"""Tokenizers: Hugging Face's `tokenizer.json`, those of GGUF files, and plain bytes."""
+"""Tokenizers: Hugging Face's `tokenizer.json`, those of GGUF files, and plain bytes; streams of text and bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from longctx.models.chat_template import ChatTemplate
-from longctx.models.json_file import check_directory, is_file, is_gguf, read_json, read_text
-from longctx.models.validation import check_token_ids, shown
+from longctx.models.validation import check_directory, check_token_ids, is_file, is_gguf, read_json, read_text, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,6 +26,7 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 
 
 _UNKNOWN = "\U0010fffd"  # a character for private use, which no vocabulary has
+_TEXT = "Zürich, 東京 and 🦙 in 2026"
 
 
 @runtime_checkable
@@ -51,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         ...
 
     @property
@@ -363,3 +366,125 @@ def _text(path: Path, name: str, value: Any) -> str:
     except (AttributeError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: {name} must be a string of valid Unicode, got {shown(value)}") from error
     return value
+
+
+class StreamDecoder:
+    """Decodes token ids one by one and never returns part of a character.
+
+    All pieces, including that of `finish()`, join to the text of all ids decoded at once.
+
+    Args:
+      tokenizer: what decodes the ids.
+
+    Examples:
+      >>> from longctx.models import ByteTokenizer, StreamDecoder
+      >>> tokenizer = ByteTokenizer()
+      >>> ids = tokenizer.encode("añ", add_special_tokens=False)  # ñ has two bytes
+      >>> decoder = StreamDecoder(tokenizer)
+      >>> [decoder.push(id) for id in ids]
+      ['a', '', 'ñ']
+      >>> decoder.finish()
+      ''
+    """
+
+    # A character has at most four bytes, so an unfinished one has at most three tokens, or three U+FFFD.
+    _UNFINISHED = 3
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Only recent tokens, so that the work of a step does not grow with the text. They include some settled tokens,
+        # because the text of a token may depend on whether there is one before it.
+        self._recent: list[int] = []
+        self._settled = 0
+        self._emitted = 0
+
+    def push(self, id: int) -> str:
+        """The text that is certain after this token: often that of the token, sometimes none."""
+        self._recent.append(id)
+        text = self._tokenizer.decode(self._recent)
+        unsure = len(text) - len(text.rstrip("\ufffd"))
+        if len(self._recent) - self._settled > self._UNFINISHED:
+            # The first of these bytes are no character; the last of them may begin one.
+            unsure = min(unsure, self._UNFINISHED)
+        piece = self._emit(text, len(text) - unsure)
+        if not unsure:
+            self._recent = self._recent[self._settled :]
+            self._settled = len(self._recent)
+            self._emitted = len(self._tokenizer.decode(self._recent))
+        return piece
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        text = self._tokenizer.decode(self._recent)
+        return self._emit(text, len(text))
+
+    def _emit(self, text: str, end: int) -> str:
+        piece = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return piece
+
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """Finds the bytes of the tokens of a tokenizer. Special tokens have those of their names."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, token: int) -> bytes:
+        """The bytes of a token; of an id that the vocabulary leaves out there are none."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, ByteTokenizer):
+            return bytes([token]) if token < 256 else b""
+        if not isinstance(tokenizer, HFTokenizer):
+            return tokenizer.decode([token]).encode()
+        name, is_added = tokenizer.token(token)
+        if name is None or is_added:
+            return (name or "").encode()
+        if tokenizer.is_byte_level:
+            return b"".join(_BYTES[x] if x in _BYTES else x.encode() for x in name)
+        byte = _BYTE.fullmatch(name)
+        return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()
+
+
+def _byte_characters() -> dict[str, bytes]:
+    """The characters that byte-level vocabularies write bytes as: themselves where they can be seen, else from 256."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in seen]
+    characters = {chr(byte): bytes([byte]) for byte in seen}
+    return characters | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+def _problems(directory: Path, vocab_size: int | None) -> Iterator[str]:
+    """List what is wrong with a tokenizer and its chat template; `checkpoint_verify` runs it as a process."""
+    try:
+        tokenizer = load_tokenizer(directory)
+        tokenizer.decode(tokenizer.encode(_TEXT))
+    except (FileNotFoundError, ValueError) as error:
+        yield str(error)
+        return
+    limit = "the number of rows of token_embd.weight" if is_gguf(directory) else "vocab_size in config.json"
+    largest = tokenizer.largest_id if isinstance(tokenizer, HFTokenizer) else tokenizer.vocab_size - 1
+    if vocab_size is not None and largest >= vocab_size:
+        yield f"{directory}: the tokenizer has the id {largest}, but {limit} is {vocab_size}"
+    if not isinstance(tokenizer, HFTokenizer):
+        return
+    for id in tokenizer.eos_ids:
+        if vocab_size is not None and id >= vocab_size:
+            yield f"{directory}: eos_token_id {id} must be below {limit}, {vocab_size}"
+    for name, token in tokenizer.unknown_special_tokens.items():  # none in GGUF, which has their ids
+        yield f"{directory}/tokenizer_config.json: {name} {shown(token)} is not in the vocabulary of tokenizer.json"
+    if tokenizer.chat_template is not None:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": _TEXT}])
+        except ValueError as error:
+            yield str(error)
+
+
+if __name__ == "__main__":
+    print(json.dumps([*_problems(Path(sys.argv[1]), json.loads(sys.argv[2]))]))

@@ -1,8 +1,18 @@
-"""Checks of values, whose errors name the value and what is allowed."""
+"""Checks of values and of files' contents, whose errors name the value, or the file, and what is allowed.
 
+The checks for files and directories raise no other OSError than FileNotFoundError; those of `pathlib` do, by version.
+"""
+
+from __future__ import annotations
+
+import json
 import math
+import os
 import reprlib
+import stat
 from numbers import Integral
+from pathlib import Path
+from typing import Any
 
 from longctx.annotations import Real
 
@@ -62,3 +72,91 @@ def check_token_ids(name: str, value: object, vocab_size: int = MAX_INT32) -> tu
     if len(ids) > _MAX_IDS:
         raise ValueError(f"{name} must have at most {_MAX_IDS} ids, got {len(ids)}")
     return tuple(check_integer(name, id, 0, vocab_size - 1) for id in ids)
+
+
+MAX_JSON_BYTES = 16 * 2**20
+"""Largest JSON that is read. The index and the headers of a model of 405B parameters have some 100 KB each."""
+
+MAX_DEPTH = 64
+"""Most levels of nesting; those of known checkpoints have less than 10."""
+
+
+def check_directory(path: Path) -> None:
+    """Check for a directory; FileNotFoundError: there is none; ValueError: the system cannot look at the path."""
+    if not stat.S_ISDIR(_mode(path)):
+        raise FileNotFoundError(f"no such directory: {path}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; ValueError as in `check_directory`."""
+    return stat.S_ISREG(_mode(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything, also a pipe or a device; ValueError as in `check_directory`."""
+    return _mode(path) != 0
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, which need not be there; ValueError as in `check_directory`."""
+    return path.suffix.lower() == ".gguf" and not stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Type and permissions; 0 if there is nothing."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no path has such characters
+        return 0
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; FileNotFoundError: no such file; ValueError: unreadable, too large, too deep, no object."""
+    return parse_json(str(path), read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file of at most `MAX_JSON_BYTES`; raises as `read_json`."""
+    if not is_file(path):
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    return decode(str(path), data)
+
+
+def decode(name: str, data: bytes) -> str:
+    """Decode UTF-8; `name` stands for the bytes in errors."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from error
+
+
+def parse_json(name: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object; `name` stands for the text in errors."""
+    try:
+        contents = json.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{name} is not JSON, or nested too deeply: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{name} holds {type(contents).__name__}, not a JSON object")
+    _check_depth(name, contents)
+    return contents
+
+
+def _check_depth(name: str, contents: dict[str, Any]) -> None:
+    """Refuse deep nesting, which `json` may accept, and which functions that call themselves would fail on later."""
+    level: list[Any] = [contents]
+    for _ in range(MAX_DEPTH):
+        values = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for items in values for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")

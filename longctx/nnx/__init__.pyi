@@ -1,4 +1,4 @@
-"""What `longctx.nnx` exports, each loaded when it is first used."""
+"""Public names of `longctx.nnx`, each loaded when it is first used."""
 
 from .attention_fn import attention_fn as attention_fn
 from .context_parallel_attention import ContextParallelAttention as ContextParallelAttention

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,19 @@ from jax.typing import DTypeLike
 
 from longctx.annotations import Real
 from longctx.kernels.attention.operands import check_types
-from longctx.nnx.masks import MaskTokens, tokens_of_mask
 from longctx.parallel.context_parallel import context_parallel_attention
 
 _PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest", *lax.Precision)
+
+
+class MaskTokens(NamedTuple):
+    """Mask as int32 positions and segment ids of queries `[Bm, T]` and keys `[Bm, S]`; exact if they say all of it."""
+
+    q_positions: Any
+    kv_positions: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    is_exact: Any
 
 
 def attention_fn(
@@ -177,3 +186,23 @@ def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[
             "causal, without padding, of packed sequences and the like; this one shows others"
         )
     return tokens if numpy is jnp else tokens._replace(is_exact=True), shape
+
+
+def tokens_of_mask(mask: Any) -> MaskTokens:
+    """Find positions and segments that give a mask, bool `[Bm, Hm, T, S]`, of which the first head counts.
+
+    A query's segment is the first key that it sees, its position the last one.
+    """
+    numpy: Any = jnp if isinstance(mask, jax.Array) else np
+    one = mask[:, 0]
+    batch, _, keys = one.shape
+    index = numpy.arange(keys, dtype=numpy.int32)
+    # The initial values are those of no keys, and of no queries.
+    first = numpy.min(numpy.where(one, index[None, None, :], keys), 2, initial=keys)
+    first = numpy.where(first < keys, first, -1)
+    last = numpy.max(numpy.where(one, index[None, None, :], -1), 2, initial=-1)
+    kv_segments = numpy.max(numpy.where(one, first[:, :, None], -1), 1, initial=-1)
+    visible = (first[:, :, None] == kv_segments[:, None, :]) & (first[:, :, None] >= 0)
+    visible &= index[None, None, :] <= last[:, :, None]
+    is_exact = (visible[:, None] == mask).all()
+    return MaskTokens(last, numpy.broadcast_to(index[None, :], (batch, keys)), first, kv_segments, is_exact)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
@@ -18,9 +19,16 @@ from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
-from longctx.nnx.kv_cache import Entries, append, entry_specs
 from longctx.parallel.context_parallel import context_parallel_attention
-from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, is_tracing, mesh_with_devices, place
+from longctx.parallel.mesh_axes import (
+    MeshAxes,
+    check_axes,
+    check_mesh,
+    is_tracing,
+    mesh_with_devices,
+    place,
+    with_auto_axes,
+)
 
 
 class ContextParallelAttention(nnx.Module):
@@ -174,7 +182,7 @@ class ContextParallelAttention(nnx.Module):
             sharding = None if is_tracing() else NamedSharding(mesh, spec)
             return place(jnp.full(shape, value, dtype, device=sharding), mesh, spec)
 
-        specs = entry_specs(axes)
+        specs = _entry_specs(axes)
         self.cache = nnx.Dict(
             key=nnx.Cache(full(heads, 0, dtype, specs.key)),
             value=nnx.Cache(full(heads, 0, dtype, specs.value)),
@@ -255,7 +263,7 @@ class ContextParallelAttention(nnx.Module):
         """Store the new keys, then attend to all of the cache."""
         assert self.cache is not None
         mesh = check_mesh(self.mesh)
-        cache = Entries(*(self.cache[name][...] for name in ("key", "value", "positions", "segment_ids")))
+        cache = _Entries(*(self.cache[name][...] for name in ("key", "value", "positions", "segment_ids")))
         *batch, num_new, _, _ = q.shape
         count, slots = math.prod(batch), cache.key.shape[1]
         if cache.key.shape[0] != count:
@@ -266,8 +274,8 @@ class ContextParallelAttention(nnx.Module):
             raise ValueError(f"the cache has {slots} slots, {int(length)} of them taken: no room for {num_new} more")
         flat_q, flat_k, flat_v = (x.reshape(count, *x.shape[-3:]) for x in (q, k, v))
         rows = [jnp.broadcast_to(x, (*batch, num_new)).reshape(count, num_new) for x in (positions, segments)]
-        new = Entries(flat_k, flat_v, *rows)
-        cache, length, spread = append(mesh, self._axes(mesh), cache, new, length, spread)
+        new = _Entries(flat_k, flat_v, *rows)
+        cache, length, spread = _append(mesh, self._axes(mesh), cache, new, length, spread)
         for name, x in zip(("key", "value", "positions", "segment_ids"), cache, strict=True):
             self.cache[name][...] = x
         self.cache["length"][...], self.cache["spread"][...] = length, spread
@@ -299,3 +307,64 @@ def _check(name: str, given: ArrayLike, x: Array) -> Array:
     if array.shape not in (x.shape[-2:-1], x.shape[:-1]):
         raise ValueError(f"{name} must have the shape {x.shape[-2:-1]} or {x.shape[:-1]}, got {array.shape}")
     return array
+
+
+class _Entries(NamedTuple):
+    """Keys and values `[B, L, K, H]` with int32 positions and segment ids `[B, L]`, or their PartitionSpecs.
+
+    Segment -1 is an empty slot.
+    """
+
+    key: Any
+    value: Any
+    positions: Any
+    segments: Any
+
+
+def _entry_specs(axes: MeshAxes) -> _Entries:
+    """The PartitionSpecs of a cache."""
+    rows = P(axes.batch, axes.sequence)
+    heads = P(axes.batch, axes.sequence, axes.head)
+    return _Entries(heads, heads, rows, rows)
+
+
+def _append(
+    mesh: Mesh | AbstractMesh, axes: MeshAxes, cache: _Entries, new: _Entries, length: Array, spread: Array
+) -> tuple[_Entries, Array, Array]:
+    """Store T new rows: equal parts on the ranks that have them, the rest on one rank after another.
+
+    So nothing moves where rows are many, and all ranks fill evenly. `length` counts the rows of the cache, which must
+    have room, and `spread` those that were stored by one rank after another.
+    """
+    ranks = axes.size(axes.sequence)
+    num_new = new.key.shape[1]
+    num_rest = num_new % ranks
+    num_equal = num_new - num_rest
+    specs = _entry_specs(axes)
+    rest_specs = _Entries(*(P(spec[0], None, *spec[2:]) for spec in specs))
+
+    def local(cache: _Entries, equal: _Entries, rest: _Entries, length: Array, spread: Array) -> _Entries:
+        rank = lax.axis_index(axes.sequence)
+        share = (length - spread) // ranks
+        filled = share + (spread + ranks - 1 - rank) // ranks
+        if num_equal:
+            cache = _update(cache, equal, filled + jnp.arange(num_equal // ranks))
+        if num_rest:
+            turn = spread + jnp.arange(num_rest)
+            slots = share + num_equal // ranks + turn // ranks
+            cache = _update(cache, rest, jnp.where(turn % ranks == rank, slots, cache.key.shape[1]))
+        return cache
+
+    def program(mesh: Any, operands: Any) -> _Entries:
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs, specs, rest_specs, P(), P()), out_specs=specs)(
+            *operands
+        )
+
+    parts = (jax.tree.map(lambda x: x[:, :num_equal], new), jax.tree.map(lambda x: x[:, num_equal:], new))
+    cache = with_auto_axes(program, mesh, (cache, *parts, length, spread), specs)
+    return cache, length + num_new, spread + num_rest
+
+
+def _update(cache: _Entries, new: _Entries, slots: Array) -> _Entries:
+    """Write rows into slots; those out of range are dropped."""
+    return jax.tree.map(lambda x, y: x.at[:, slots].set(y.astype(x.dtype), mode="drop"), cache, new)

@@ -11,19 +11,20 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import ATTENTION_STATE
+from longctx.kernels.partitioning import match_varying
 from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
-from longctx.models.params import Params
-from longctx.nnx.chunks import map_rows
-from longctx.nnx.loss import sum_cross_entropy
-from longctx.nnx.weight_shards import gather_weights, weight_specs
-from longctx.parallel.mesh_attention import METHODS
+from longctx.models.params import Param, Params, map_table, param_shape, param_table
+from longctx.nnx.loss import map_rows, sum_cross_entropy
+from longctx.parallel.context_parallel import METHODS
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
+
+_OVER_HEADS = ("head", "kv_head", "intermediate")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a forward pass is computed. Hashable, so it can be static under jit.
+    """Settings of a forward pass. Hashable, so it can be static under jit.
 
     Attributes:
       mesh, axes: None: one device.
@@ -44,13 +45,27 @@ class Plan:
 
     @property
     def specs(self) -> Params:
-        """A PartitionSpec per parameter."""
+        """PartitionSpec of each parameter: heads and feed-forward over the axis of heads.
+
+        With `fsdp`, every matrix is sharded over the axis of sequences too, along its first axis that the ranks divide.
+        """
         assert self.axes is not None
-        return weight_specs(self.model.config, self.axes, self.fsdp)
+        config, axes = self.model.config, self.axes
+
+        def spec(param: Param) -> P:
+            names = [axes.head if axis in _OVER_HEADS else None for axis in param.axes]
+            ranks, is_matrix = axes.size(axes.sequence), len({*param.axes} - {"layer"}) > 1
+            for i, (axis, size) in enumerate(zip(param.axes, param_shape(config, param), strict=True)):
+                if self.fsdp and is_matrix and axis != "layer" and names[i] is None and size % ranks == 0:
+                    names[i] = axes.sequence
+                    break
+            return P(*names)
+
+        return map_table(spec, param_table(config))
 
 
 class Rows(NamedTuple):
-    """What is known of each token: int32 `[B, T]`. Segments are negative for padding, targets where there is none."""
+    """Tokens and their metadata, int32 `[B, T]`. Segments are negative for padding, targets where there is none."""
 
     tokens: Array
     positions: Array
@@ -185,3 +200,20 @@ def _layer_function(plan: Plan, rope: Rope, attend: Attend) -> LayerFunction:
     # In a scan, no common subexpression can undo it.
     policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_STATE)
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def gather_weights(weights: Params, specs: Params, axes: MeshAxes, is_layer: bool = False) -> Params:
+    """Gather the parameters that a layer's ranks shard, and let all vary over the axes of tokens.
+
+    So each gradient is summed over the ranks once, here, and not where chunks of tokens use the parameter.
+    """
+
+    def gather(x: Array, spec: P) -> Array:
+        names = tuple(spec)[1 if is_layer else 0 :]
+        if axes.sequence in names:
+            x = lax.all_gather(x, axes.sequence, axis=names.index(axes.sequence), tiled=True)
+        for name in (axes.sequence, axes.batch):
+            x = x if name is None else match_varying(x, name)
+        return x
+
+    return jax.tree.map(gather, weights, specs)

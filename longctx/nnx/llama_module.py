@@ -119,11 +119,9 @@ class LlamaModule(nnx.Module):
         config, axes = self.plan.model.config, self.plan.axes
         tokens = check_tokens(config, tokens, is_packed=positions is not None).astype(jnp.int32)
         positions = check_positions(config, tokens, positions)
-        segments = (
-            jnp.zeros_like(tokens)
-            if segment_ids is None
-            else like_tokens("segment_ids", tokens, segment_ids, are_ids=True)
-        )
+        segments = jnp.zeros_like(tokens)
+        if segment_ids is not None:
+            segments = like_tokens("segment_ids", tokens, segment_ids, are_ids=True)
         targets = jnp.full_like(tokens, -1) if targets is None else like_tokens("targets", tokens, targets)
         *batch, length = tokens.shape
         count = math.prod(batch)

@@ -1,15 +1,44 @@
 """Cross entropy by chunks of tokens, and the targets of a language model."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from longctx.kernels.arrays import check_ids, check_int32
-from longctx.nnx.chunks import map_chunks
+
+
+def map_chunks(
+    function: Callable[..., Array], rows: tuple[Array, ...], padding: tuple[float, ...], chunk_size: int | None
+) -> Array:
+    """Apply `function` to chunks of at most `chunk_size` rows, padded; results are `[chunks, ...]`.
+
+    A gradient computes each chunk again, so only its rows are kept for it. Source: Blockwise Parallel Transformer (Liu
+    and Abbeel 2023), section 3.
+    """
+    count = rows[0].shape[0]
+    chunks = 1 if chunk_size is None else math.ceil(count / chunk_size)
+    size = math.ceil(count / chunks)
+
+    def split(x: Array, value: float) -> Array:
+        widths = [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, widths, constant_values=value).reshape(chunks, size, *x.shape[1:])
+
+    step = jax.checkpoint(lambda chunk: function(*chunk), prevent_cse=chunks == 1)
+    return lax.map(step, tuple(map(split, rows, padding)))
+
+
+def map_rows(function: Callable[[Array], Array], x: Array, chunk_size: int | None) -> Array:
+    """Apply `function` to hidden states `[*B, T, D]` by chunks of tokens; without chunks nothing is recomputed."""
+    if chunk_size is None:
+        return function(x)
+    rows = x.reshape(-1, x.shape[-1])
+    y = map_chunks(function, (rows,), (0,), chunk_size)
+    return y.reshape(-1, y.shape[-1])[: rows.shape[0]].reshape(x.shape)
 
 
 def next_token_targets(
@@ -52,12 +81,7 @@ def sum_cross_entropy(
     targets: Int[Array, " rows"],
     chunk_size: int | None,
 ) -> Float[Array, ""]:
-    """The cross entropy of all rows with a target >= 0, summed in float32; the others count nothing.
-
-    Args:
-      logits_of: float32 logits `[rows, vocab]` of hidden states. They are computed for a chunk at a time, and again for
-        the gradient.
-    """
+    """Sum the cross entropy of all rows with a target >= 0 in float32, with the logits of one chunk at a time."""
 
     def chunk(hidden: Array, targets: Array) -> Array:
         logits = logits_of(hidden)

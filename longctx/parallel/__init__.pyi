@@ -1,4 +1,4 @@
-"""What `longctx.parallel` exports, each loaded when it is first used."""
+"""Public names of `longctx.parallel`, each loaded when it is first used."""
 
 from .all_gather import all_gather_kv as all_gather_kv
 from .choose import Choice as Choice

@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
-from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
+from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import Arguments
 from longctx.kernels.operand_dtype import wide_dtype
-from longctx.parallel.exchange import check_arguments, gather_tokens, restore_shape
+from longctx.parallel.exchange import AttentionSpec, exchange, gather_tokens
 
 
 def all_gather_kv(
@@ -73,21 +74,9 @@ def all_gather_kv(
       >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
       True
     """
-    kernel, operands, out_dtype = check_arguments(
-        q=q,
-        k=k,
-        v=v,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        axis_name=axis_name,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        out_dtype=out_dtype,
-    )
-    return restore_shape(attention_with_vjp(AllGatherKV(axis_name, kernel), operands), q, out_dtype)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+    return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec)
 
 
 @final
@@ -108,7 +97,7 @@ class AllGatherKV:
         # Zeros made from q, so that they vary over its mesh axes.
         zeros = jnp.zeros_like(q, wide_dtype(q.dtype))
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
-        return state if q.size == 0 else lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
+        return lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, _, _, queries, _ = operands

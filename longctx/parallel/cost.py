@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from longctx.annotations import Integer, Real
 
@@ -75,7 +76,30 @@ class ModelShape:
         return ModelShape(self.num_heads // tensor, max(1, self.num_kv_heads // tensor), self.head_size)
 
 
-_LIMITS = (("latency", 0), ("collective_latency", 0), ("contention", 0), ("memory_bandwidth", math.inf))
+def check_numbers(record: Any) -> dict[str, float]:
+    """Check the name of a dataclass and its numbers, and return these as floats, but for those that are None.
+
+    Shares and overlaps are at most 1; latencies, seconds, contention and overlaps may be 0.
+
+    Raises:
+      ValueError: one of them is out of range, or the name is no string.
+    """
+    if not isinstance(record.name, str):
+        raise ValueError(f"name must be a string, got {record.name!r}")
+    numbers = {}
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if name in ("name", "flops") or (value is None and field.default is None):
+            continue
+        most = 1.0 if name.endswith(("share", "overlap")) else math.inf
+        may_be_zero = name.endswith(("latency", "seconds", "contention", "overlap"))
+        number = numbers[name] = as_float(value)
+        is_right = 0 < number <= most and number < math.inf
+        if not (is_right or (may_be_zero and number == 0) or (value == field.default == math.inf)):
+            kind = "finite number that is not negative" if may_be_zero else "positive, finite number"
+            limit = "" if most == math.inf else f", at most {most:g}"
+            raise ValueError(f"{name} must be a {kind}{limit}, got {value!r}")
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +149,7 @@ class Hardware:
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name must be a string, got {self.name!r}")
-        for field in dataclasses.fields(self)[:-1]:
-            name, value = field.name, getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            number, at_limit = as_float(value), (name, value) in _LIMITS
-            if math.isnan(number) or not (at_limit or 0 < number < math.inf):
-                raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+        check_numbers(self)
 
     def __str__(self) -> str:
         rates = f"{self.peak_flops / 1e12:,.4g} TFLOP/s, {self.bandwidth / 1e9:,.4g} GB/s to the next rank"
@@ -144,7 +160,7 @@ class Hardware:
         return self.latency + num_bytes / self.bandwidth
 
     def collective(self, num_bytes: Real, count: int = 1) -> float:
-        """Seconds of collectives, in each of which a rank sends a part of so many bytes.
+        """Seconds of collectives, in each of which a rank sends a part of the bytes.
 
         Args:
           num_bytes: of all parts together.
@@ -156,7 +172,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """What ranks send in one layer of attention, and how long that takes where nothing hides it.
+    """Bytes that ranks send in one layer of attention, and seconds of sending them where nothing hides it.
 
     With one rank nothing is sent.
 
@@ -188,7 +204,7 @@ class LayerCost:
         return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
 
     def ring(self, hop: Real, attention: Real) -> float:
-        """What N - 1 hops add to N partial attentions of so many seconds each."""
+        """Seconds that N - 1 hops add to N partial attentions."""
         lost = self.hardware.contention * min(hop, attention)
         return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
 
@@ -197,7 +213,7 @@ class LayerCost:
         return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
 
     def gather_keys(self, keys: Real) -> float:
-        """All ranks get the keys of all, of which each has so many."""
+        """Seconds of gathering the keys of all ranks on each of them."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
     def merge(self, rows: Real) -> float:
@@ -244,14 +260,6 @@ Examples:
   >>> H100_TCP.hop(12.5e9)  # seconds for 12.5 GB
   1.000035
 """
-
-# Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
-# from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of
-# a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
-H100_RDMA_ACHIEVED = dataclasses.replace(
-    H100_RDMA, peak_flops=502e12, bandwidth=26.5e9, name=f"{H100_RDMA.name}, achieved"
-)
-H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9, name=f"{H100_TCP.name}, achieved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +334,7 @@ def predict_times(
     layer = LayerCost(model, hardware, n)
 
     def compute(queries: int, cached_keys: Real) -> float:
-        """Of some queries to one shard, which has so many cached keys."""
+        """Seconds of the attention of some queries to one shard."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
         read = (rows + math.ceil(cached_keys)) * layer.key_bytes
         return max(flops / hardware.peak_flops, read / hardware.memory_bandwidth)

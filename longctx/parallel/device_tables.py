@@ -3,31 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from longctx.annotations import Real
-from longctx.parallel.cost import as_float
+from longctx.parallel.cost import as_float, check_numbers
 
 _OF_BYTES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 DTYPES = ("float8", "bfloat16", "float16", "float32", "float64")
 
 
-def _check(name: str, value: Any, most: Real = math.inf, may_be_zero: bool = False) -> float:
-    number = as_float(value)
-    if not (0 < number <= most or (may_be_zero and number == 0)) or number == math.inf:
-        kind = "finite number that is not negative" if may_be_zero else "positive, finite number"
-        raise ValueError(f"{name} must be a {kind}{'' if most == math.inf else f', at most {most:g}'}, got {value!r}")
-    return number
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"name must be a string, got {name!r}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What an accelerator can do by its data sheet, and which share of that is reached.
+    """Rates of an accelerator by its data sheet, and the shares of them that are reached.
 
     Attributes:
       name: what it is called.
@@ -78,33 +64,25 @@ class Device:
     layer_seconds: Real = 0.0
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
+        numbers = check_numbers(self)
         if not isinstance(self.flops, Mapping) or "bfloat16" not in self.flops:
             raise ValueError(f"flops must be a mapping from dtypes, with bfloat16 among them, got {self.flops!r}")
-        for dtype in self.flops:
+        for dtype, value in self.flops.items():
             if dtype not in DTYPES:
                 raise ValueError(f"flops must be of the dtypes {', '.join(DTYPES)}, got {dtype!r}")
-        flops = {dtype: _check(f"flops of {dtype}", value) for dtype, value in self.flops.items()}
+            if not 0 < as_float(value) < math.inf:
+                raise ValueError(f"flops of {dtype} must be a positive, finite number, got {value!r}")
+        flops = {dtype: as_float(value) for dtype, value in self.flops.items()}
         object.__setattr__(self, "flops", flops)
-        object.__setattr__(self, "memory_bandwidth", _check("memory_bandwidth", self.memory_bandwidth))
-        if self.memory_bytes is not None:
-            object.__setattr__(self, "memory_bytes", _check("memory_bytes", self.memory_bytes))
-        for name in ("flops_share", "memory_share"):
-            object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0))
-        for name in ("attention_share", "key_share", "element_share"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0))
-        for name in ("overlap", "attention_overlap"):
-            object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0, may_be_zero=True))
-        for name in ("step_seconds", "contention", "layer_seconds"):
-            object.__setattr__(self, name, _check(name, getattr(self, name), may_be_zero=True))
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
 
     def reached_flops(self, element_bytes: Real = 2) -> float:
-        """FLOP/s that products with weights of so many bytes reach; those of bfloat16 if there is no other number."""
+        """FLOP/s that products with weights of this size reach; those of bfloat16 if there is no other number."""
         return self._peak(element_bytes) * self.flops_share
 
     def reached_attention(self, element_bytes: Real = 2) -> float:
-        """FLOP/s that attention's products reach, of elements of so many bytes."""
+        """FLOP/s that attention's products reach, of elements of this size."""
         share = self.flops_share if self.attention_share is None else self.attention_share
         return self._peak(element_bytes) * share
 
@@ -155,15 +133,8 @@ class Link:
     reduce_latency: Real | None = None
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
-        object.__setattr__(self, "bandwidth", _check("bandwidth", self.bandwidth))
-        object.__setattr__(self, "share", _check("share", self.share, most=1.0))
-        object.__setattr__(self, "latency", _check("latency", self.latency, may_be_zero=True))
-        if self.collective_share is not None:
-            object.__setattr__(self, "collective_share", _check("collective_share", self.collective_share, most=1.0))
-        for name in ("collective_latency", "reduce_latency"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _check(name, getattr(self, name), may_be_zero=True))
+        for name, number in check_numbers(self).items():
+            object.__setattr__(self, name, number)
 
 
 # Dense products, memory and its bandwidth: NVIDIA's data sheets. Shares and latencies: fitted by
@@ -239,7 +210,7 @@ LINKS = {
     "memory": Link("memory", 10e9, 0.0),
     "ethernet-10g": Link("ethernet-10g", 1.25e9, 100e-6),
 }
-# What connects devices of one host, and devices of several, where nobody says more.
+# Default links within a host and across hosts.
 FOUND = {
     "H200": ("nvlink-h100", "rdma-400g"),
     "H100": ("nvlink-h100", "rdma-400g"),

@@ -1,62 +1,71 @@
-"""What all exchanges share: checked arguments, gathered positions and segments, and states as messages."""
+"""Parts that all exchanges share: the check of arguments, gathered positions and segments, states as messages."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from longctx.annotations import Nested, Real
-from longctx.kernels.attention.kernel import Kernel, Operands
+from longctx.annotations import Real
+from longctx.kernels.attention.kernel import Algorithm, Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype, flatten
+from longctx.kernels.attention.operands import Arguments, check_arrays, check_kernel, check_out_dtype, flatten
 from longctx.kernels.partitioning import match_varying
 
 
-def check_arguments(
-    *,
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: ArrayLike | Nested | None,
-    kv_positions: ArrayLike | Nested | None,
-    q_segment_ids: ArrayLike | Nested | None,
-    kv_segment_ids: ArrayLike | Nested | None,
-    axis_name: str,
-    causal: bool,
-    scale: Real | None,
-    implementation: str | None,
-    out_dtype: DTypeLike | None,
-) -> tuple[Kernel, Operands, jnp.dtype]:
-    """Check one rank's arguments of an exchange, flatten their batch dimensions and cast them to vary over the axis.
+class AttentionSpec(NamedTuple):
+    """The static arguments of an exchange; None: a default."""
 
-    Raises:
-      ValueError, TypeError: an argument is wrong; the message names it.
+    axis_name: str
+    causal: bool
+    scale: Real | None
+    implementation: str | None
+    out_dtype: DTypeLike | None
+
+    def check(self, arrays: Arguments) -> tuple[Kernel, Operands, jnp.dtype]:
+        """Check one rank's arguments, flatten their batch dimensions and cast them to vary over the axis.
+
+        Raises:
+          ValueError, TypeError: an argument is wrong; the message names it.
+        """
+        axis_name, q = self.axis_name, arrays.q
+        try:
+            num_ranks = lax.axis_size(axis_name) if isinstance(axis_name, str) else 0
+        except NameError:
+            num_ranks = 0
+        if not num_ranks:
+            raise ValueError(
+                f"axis_name must be a mesh axis of the jax.shard_map that this is called in, got {axis_name!r}"
+            )
+        for name in ("q_positions", "kv_positions"):
+            if self.causal and getattr(arrays, name) is None:
+                raise ValueError(
+                    f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
+                    "(longctx.parallel.shard_positions does)"
+                )
+        operands = flatten(check_arrays(*arrays, self.causal))
+        kernel = check_kernel(q, self.causal, self.scale, self.implementation)
+        for name, x in (("k", arrays.k), ("v", arrays.v)):
+            if num_ranks > 1 and is_replicated(x, axis_name):
+                raise ValueError(
+                    f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
+                    f"{axis_name!r}: its keys would count {num_ranks} times"
+                )
+        return kernel, match_varying(operands, axis_name), check_out_dtype(self.out_dtype, q.dtype)
+
+
+def exchange(algorithm: Callable[[Kernel], Algorithm], arrays: Arguments, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Check the arguments, run an algorithm over flat operands, and give its state the shape and dtype of q.
+
+    Args:
+      algorithm: made of the kernel of each rank, which runs alone where there is no query or no key.
     """
-    try:
-        num_ranks = lax.axis_size(axis_name) if isinstance(axis_name, str) else 0
-    except NameError:
-        num_ranks = 0
-    if not num_ranks:
-        raise ValueError(
-            f"axis_name must be a mesh axis of the jax.shard_map that this is called in, got {axis_name!r}"
-        )
-    for name, positions in (("q_positions", q_positions), ("kv_positions", kv_positions)):
-        if causal and positions is None:
-            raise ValueError(
-                f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
-                "(longctx.parallel.shard_positions does)"
-            )
-    operands = flatten(check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal))
-    kernel = check_kernel(q, causal, scale, implementation)
-    for name, x in (("k", k), ("v", v)):
-        if num_ranks > 1 and is_replicated(x, axis_name):
-            raise ValueError(
-                f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
-                f"{axis_name!r}: its keys would count {num_ranks} times"
-            )
-    return kernel, match_varying(operands, axis_name), check_out_dtype(out_dtype, q.dtype)
+    kernel, operands, out_dtype = spec.check(arrays)
+    state = attention_with_vjp(kernel if operands.are_empty else algorithm(kernel), operands)
+    return restore_shape(state, arrays.q, out_dtype)
 
 
 def restore_shape(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:

@@ -1,27 +1,29 @@
 """KV parallelism: all ranks of a group hold the same queries, attend to their own keys, and merge their states."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple, final
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
+from longctx.kernels import merge_states
 from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import Arguments
 from longctx.kernels.partitioning import match_varying
-from longctx.parallel.combine import (
-    Combiner,
-    combine_by_all_to_all,
-    combine_by_gather,
-    merge_members,
-    prefers_all_to_all,
-    sum_members,
-)
-from longctx.parallel.exchange import check_arguments, is_varying, restore_shape
+from longctx.parallel.exchange import AttentionSpec, is_varying, pack_state, restore_shape, unpack_states
+
+# combine(rows, terms, members) -> (rows, terms): the pairs of all ranks, of which each row takes its members.
+_Combiner = Callable[[Array, Array, Array | None], tuple[Array, Array]]
+
+# The latency of one more collective, about 10 us, in bytes at some 50 GB/s.
+_BYTES_OF_A_COLLECTIVE = 1 << 19
 
 
 def kvp_attention(
@@ -89,31 +91,20 @@ def kvp_attention(
       >>> bool(jnp.allclose(out, dense, atol=1e-5))
       True
     """
-    kernel, operands, out_dtype = check_arguments(
-        q=q,
-        k=k,
-        v=v,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        axis_name=axis_name,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        out_dtype=out_dtype,
-    )
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+    kernel, operands, out_dtype = spec.check(arrays)
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
-    all_to_all = prefers_all_to_all(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
+    all_to_all = _prefers_all_to_all(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
     if group_ids is None and num_ranks > 1 and is_varying(q, axis_name):
         raise ValueError(
             f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
             'with jax.lax.all_gather(..., to="invarying")'
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
-    grouped = match_varying(GroupedOperands(*operands, groups), axis_name)
+    grouped = match_varying(_GroupedOperands(*operands, groups), axis_name)
     state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, out_dtype), grouped)
     return restore_shape(state, q, out_dtype)
 
@@ -160,13 +151,13 @@ def merge_over_ranks(
     """
     out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    all_to_all = prefers_all_to_all(out, lax.axis_size(axis_name), dtype)
-    combine_states = combine_by_all_to_all if all_to_all else combine_by_gather
-    out, lse = combine_states((out[None], lse[None]), group_ids, merge_members, axis_name=axis_name, dtype=dtype)
+    all_to_all = _prefers_all_to_all(out, lax.axis_size(axis_name), dtype)
+    combine_states = _combine_by_all_to_all if all_to_all else _combine_by_gather
+    out, lse = combine_states((out[None], lse[None]), group_ids, _merge_members, axis_name=axis_name, dtype=dtype)
     return out[0].astype(dtype), lse[0]
 
 
-class GroupedOperands(NamedTuple):
+class _GroupedOperands(NamedTuple):
     """`Operands` in which row t on rank r belongs to group `groups[r, t]`; None: all rows belong to one group."""
 
     q: Array
@@ -197,20 +188,82 @@ class KVP:
     all_to_all: bool
     out_dtype: jnp.dtype
 
-    def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
+    def forward(self, operands: _GroupedOperands) -> tuple[Array, Array]:
         state = self.kernel.forward(Operands(*operands[:5]))
-        return self._combine(state, operands.groups, merge_members, self.out_dtype)
+        return self._combine(state, operands.groups, _merge_members, self.out_dtype)
 
     def backward(
-        self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
+        self, operands: _GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         # A replicated result has one cotangent. Otherwise each rank has its own, and they add up.
         if operands.groups is not None or not is_varying(operands.q, self.axis_name):
-            d_out, row_terms = self._combine((d_out, row_terms), operands.groups, sum_members, lse.dtype)
+            d_out, row_terms = self._combine((d_out, row_terms), operands.groups, _sum_members, lse.dtype)
         return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
 
     def _combine(
-        self, state: tuple[Array, Array], groups: Array | None, combine: Combiner, dtype: DTypeLike
+        self, state: tuple[Array, Array], groups: Array | None, combine: _Combiner, dtype: DTypeLike
     ) -> tuple[Array, Array]:
-        run = combine_by_all_to_all if self.all_to_all else combine_by_gather
+        run = _combine_by_all_to_all if self.all_to_all else _combine_by_gather
         return run(state, groups, combine, axis_name=self.axis_name, dtype=dtype)
+
+
+def _prefers_all_to_all(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
+    """Whether the all-to-all saves enough bytes to pay for its second collective."""
+    state = 4 * (q.size + q.size // q.shape[-1])
+    gather, all_to_all = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
+    return gather - all_to_all > _BYTES_OF_A_COLLECTIVE
+
+
+def _combine_by_gather(
+    state: tuple[Array, Array], groups: Array | None, combine: _Combiner, *, axis_name: str, dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Combine the pairs `[B, T, N, H]` and `[B, T, N]` of all ranks over each row's group, after one all-gather."""
+    rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
+    # The result of one group is the same everywhere, and its type should say so.
+    kind = "invarying" if groups is None else "varying"
+    gathered = lax.all_gather(pack_state(rows, terms, 1)[0], axis_name, to=kind)
+    mine = None if groups is None else groups == groups[lax.axis_index(axis_name)][None]
+    out, lse = (jnp.moveaxis(x, 0, 1) for x in combine(*unpack_states(gathered, rows.shape), mine))
+    return out, lse
+
+
+def _combine_by_all_to_all(
+    state: tuple[Array, Array], groups: Array | None, combine: _Combiner, *, axis_name: str, dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Combine likewise, but rank r combines only the r-th part of the rows, for all ranks, and sends out as `dtype`."""
+    rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
+    n, length = lax.axis_size(axis_name), rows.shape[0]
+    per_rank = -(-length // n)
+
+    def pad(x: Array, axis: int = 0) -> Array:
+        return jnp.pad(x, [(0, (n * per_rank - length) * (i == axis)) for i in range(x.ndim)])
+
+    def exchange(x: Array) -> Array:
+        return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+
+    parts = unpack_states(exchange(pack_state(pad(rows), pad(terms), n)), (per_rank, *rows.shape[1:]))
+    if groups is None:
+        out, lse = combine(*parts, None)
+        combined = lax.all_gather((out.astype(dtype), lse), axis_name, to="invarying")
+    else:
+        first = lax.axis_index(axis_name) * per_rank
+        mine = lax.dynamic_slice_in_dim(pad(groups, 1), first, per_rank, 1)
+        out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
+        combined = exchange(out.astype(dtype)), exchange(lse)
+    out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in combined)
+    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(lse, 0, 1)
+
+
+def _merge_members(outs: Array, lses: Array, members: Array | None) -> tuple[Array, Array]:
+    """Merge the states of all ranks `[N, T, B, ...]`, in each row those of its members, bool `[N, T]`."""
+    if members is not None:
+        lses = jnp.where(members[..., None, None], lses, -jnp.inf)
+    return merge_states(outs, lses)
+
+
+def _sum_members(rows: Array, terms: Array, members: Array | None) -> tuple[Array, Array]:
+    """Sum pairs likewise."""
+    if members is None:
+        return jnp.sum(rows, 0), jnp.sum(terms, 0)
+    weights = members.astype(rows.dtype)[..., None, None]
+    return jnp.sum(rows * weights[..., None], 0), jnp.sum(terms * weights, 0)

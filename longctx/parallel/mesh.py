@@ -47,10 +47,10 @@ def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
 
 
 def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` over the axes with more than one device; with a single device, the function itself.
+    """Apply `jax.shard_map` over the axes with more than one device; with a single device, return the function itself.
 
-    XLA's CPU backend keeps collectives over one device, and types would require them. So axes of one device are
-    dropped: inside, `size_of` and `index_of` answer for all axes, and code exchanges over `present` axes alone.
+    XLA's CPU backend keeps collectives over one device, and types would require them. Inside, `size_of` and `index_of`
+    answer for all axes, and code exchanges over `present` axes alone.
     """
     trimmed = trim_mesh(mesh)
     if trimmed.size == 1:

@@ -12,11 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    """The mesh itself, or that of `jax.set_mesh` if it is None.
-
-    Raises:
-      TypeError, ValueError: it is no mesh, or None where no mesh is set.
-    """
+    """Return the mesh, or that of `jax.set_mesh` if it is None; TypeError or ValueError: there is no mesh."""
     if mesh is None:
         mesh = get_abstract_mesh()
         if mesh.empty:
@@ -27,12 +23,9 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 
 def mesh_with_devices(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
-    """A mesh on which arrays can be placed: the mesh itself, or that of `jax.set_mesh` for None and an abstract one.
+    """Return a mesh on which arrays can be placed: that of `jax.set_mesh` for None and an abstract one.
 
-    Inside of a trace, that of `jax.set_mesh` is abstract.
-
-    Raises:
-      ValueError: the mesh is abstract, and not that of `jax.set_mesh`.
+    ValueError: the mesh is abstract, and not that of `jax.set_mesh`.
     """
     context = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh) and mesh != context:
@@ -72,11 +65,7 @@ class MeshAxes:
 def check_axes(
     mesh: Mesh | AbstractMesh, axis_name: str, head_axis: str | None = None, batch_axis: str | None = None
 ) -> MeshAxes:
-    """The axes of sequences, heads and the batch; heads are over `tensor` where the mesh has it.
-
-    Raises:
-      ValueError: one is no axis of the mesh, or stands for two things.
-    """
+    """Return the axes of sequences, heads (by default `tensor`) and the batch; ValueError: one is no axis, or taken."""
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
     if head_axis is None and "tensor" in mesh.shape and "tensor" not in (axis_name, batch_axis):
@@ -91,10 +80,7 @@ def check_axes(
 
 
 def batch_axis_of(q: Array, mesh: Mesh | AbstractMesh, others: Sequence[str | None]) -> str | None:
-    """The Explicit axis, none of `others`, over which the first batch dimension of q `[*B, T, N, H]` is sharded.
-
-    None where there is none, or more than one.
-    """
+    """Find the only Explicit axis, none of `others`, that shards the first batch dimension of q `[*B, T, N, H]`."""
     entry, *rest = (*spec_of(q, mesh), *(None,) * q.ndim)[: q.ndim - 3] or (None,)
     names = entry if isinstance(entry, tuple) else (entry,)
     return names[0] if len(names) == 1 and names[0] not in others and not any(rest) else None
@@ -103,13 +89,10 @@ def batch_axis_of(q: Array, mesh: Mesh | AbstractMesh, others: Sequence[str | No
 def with_auto_axes(
     function: Callable[[Mesh | AbstractMesh | None, Any], Any], mesh: Mesh | AbstractMesh, operands: Any, out_specs: Any
 ) -> Any:
-    """Call `function(mesh, operands)`, in which `jax.shard_map` takes the mesh, whatever the types of the mesh's axes.
+    """Call `function(mesh, operands)`, in which `jax.shard_map` takes the mesh, whatever the types of its axes.
 
-    Where the mesh of the context or of the operands' types has Explicit axes, the function is called with None, for the
-    mesh of the context, and its results have the shardings of `out_specs`, a PartitionSpec or a tree of them.
-
-    Raises:
-      ValueError: the mesh of the context, or that with Explicit axes, has another shape.
+    With Explicit axes outside, the function is called with None, for the mesh of the context, and its results have the
+    shardings of `out_specs`. ValueError: the mesh of the context has another shape.
     """
     context = get_abstract_mesh()
     if context.shape != mesh.shape and (not context.empty or isinstance(mesh, AbstractMesh)):

@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
-from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
+from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import check_arguments, restore_shape
+from longctx.kernels.attention.operands import Arguments
+from longctx.parallel.exchange import AttentionSpec, exchange
 from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
@@ -82,22 +83,9 @@ def ring_pass_kv(
       >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
       True
     """
-    kernel, operands, out_dtype = check_arguments(
-        q=q,
-        k=k,
-        v=v,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        axis_name=axis_name,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        out_dtype=out_dtype,
-    )
-    algorithm = kernel if operands.are_empty else PassKV(axis_name, kernel.beside_hops(lax.axis_size(axis_name)))
-    return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+    return exchange(lambda kernel: PassKV(axis_name, kernel.beside_hops(lax.axis_size(axis_name))), arrays, spec)
 
 
 @final
@@ -127,13 +115,7 @@ class PassKV:
 def pass_kv_forward(
     operands: Operands, keys_of: Callable[[int], Tokens], *, kernel: Kernel, axis_name: str
 ) -> tuple[Array, Array]:
-    """The state of this rank's queries over the keys of all ranks.
-
-    Args:
-      operands: this rank's, varying over the axis; their `keys` are not read.
-      keys_of: a function from a hop to the positions and segments of the keys that are here after it
-        (`longctx.parallel.ring.tokens_by_hop` makes one). A caller with many layers gathers them once.
-    """
+    """Compute the state of this rank's queries over the keys of all ranks; `keys_of` is as `tokens_by_hop` makes it."""
     q, k, v, queries, _ = operands
 
     def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:

@@ -12,9 +12,10 @@ from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
 from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
+from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import check_arguments, pack_state, restore_shape, unpack_states
+from longctx.kernels.attention.operands import Arguments
+from longctx.parallel.exchange import AttentionSpec, exchange, pack_state, unpack_states
 from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
@@ -82,36 +83,24 @@ def ring_pass_q(
       >>> bool(jnp.allclose(out, dense, atol=1e-5))
       True
     """
-    kernel, operands, out_dtype = check_arguments(
-        q=q,
-        k=k,
-        v=v,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        axis_name=axis_name,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        out_dtype=out_dtype,
-    )
-    if decode and (q.ndim != 3 or q_segment_ids is None):
+    if decode and (np.ndim(q) != 3 or q_segment_ids is None):
         raise ValueError(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
-            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
+            f"q {np.shape(q)} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
-    algorithm = kernel if operands.are_empty else PassQ(axis_name, kernel.beside_hops(lax.axis_size(axis_name)), decode)
-    return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+
+    def algorithm(kernel: Kernel) -> PassQ:
+        return PassQ(axis_name, kernel.beside_hops(lax.axis_size(axis_name)), decode)
+
+    return exchange(algorithm, arrays, spec)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class PassQ:
-    """The `Algorithm` of `ring_pass_q`: `kernel` computes on each rank of the mesh axis.
-
-    With `decode`, each query is a sequence of its own.
-    """
+    """The `Algorithm` of `ring_pass_q`; with `decode`, each query is a sequence of its own."""
 
     axis_name: str
     kernel: Kernel
@@ -147,12 +136,10 @@ def pass_q_forward(
     *,
     axis_name: str,
 ) -> tuple[Array, Array]:
-    """The state of this rank's queries over the keys of all ranks.
+    """Compute the state of this rank's queries `[B, T, N, H]` over the keys of all ranks.
 
-    Args:
-      q: this rank's queries `[B, T, N, H]`, varying over the axis.
-      queries_of: a function from a hop to the metadata of the queries that are here after it.
-      attend_local: `attend_local(q, metadata)` is the state of some rank's queries over this rank's keys.
+    `queries_of` gives the metadata of the queries that are here after a hop, and `attend_local(q, metadata)` the state
+    of some rank's queries over this rank's keys.
     """
     num_ranks = lax.axis_size(axis_name)
 

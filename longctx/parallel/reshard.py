@@ -59,7 +59,7 @@ def unshard_sequence(
       x with T entries along `axis`, in the order of the sequence. In or outside of jit.
 
     Raises:
-      ValueError: `shard_sequence` would not give a sequence of this length so many entries; or as there.
+      ValueError: `shard_sequence` would give a sequence of this length another number of entries; or as there.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -60,15 +60,10 @@ def fold_ring(
     axis_name: str,
     state: Any = None,
 ) -> Any:
-    """Fold `state = step(state, block, tokens, source)` over the blocks of all ranks.
+    """Fold `state = step(state, block, tokens, source)` over the blocks of all ranks, this rank's own first.
 
-    It begins with this rank's own block. Each of the N - 1 permutes is issued before the step that
-    hides it. Without the barrier a compiler issues all permutes at once, holds N blocks, and hides only the last one.
-
-    Args:
-      block: this rank's block, which travels round the ring.
-      tokens_of: a function from a hop to the metadata of the block that is here after it, as `tokens_by_hop` makes it.
-      state: what the first step is given.
+    Each of the N - 1 permutes is issued before the step that hides it. Without the barrier a compiler issues all
+    permutes at once, holds N blocks, and hides only the last one. `tokens_of` is as `tokens_by_hop` makes it.
     """
     n = lax.axis_size(axis_name)
     for hop in range(n):
@@ -86,10 +81,9 @@ def fold_ring_and_return(
     step: Callable[[Any, tuple[Array, ...], Tokens], tuple[Any, tuple[Array, ...]]],
     axis_name: str,
 ) -> tuple[Any, tuple[Array, ...]]:
-    """Fold `state, share = step(state, block, tokens)` over all blocks, and return to each owner its shares' sums.
+    """Fold `state, share = step(state, block, tokens)` over all blocks, and return each block's sum of shares home.
 
-    The sums follow their block one hop behind, so that steps hide both, and the last hop brings them to the block's
-    owner. N - 1 messages hold a block and N - 1 sums.
+    The sums follow their block one hop behind, so that steps hide both: N - 1 messages hold a block and N - 1 sums.
     """
     state: Any = None
     own: tuple[Array, ...] = ()

@@ -1,4 +1,4 @@
-"""What a device can do, and which link each axis of the mesh has: what costs are predicted from."""
+"""Topologies: a device and the link of each mesh axis, from which costs are predicted."""
 
 import dataclasses
 import json
@@ -256,7 +256,7 @@ def hardware_of(device: Any, in_one_host: bool) -> Hardware:
 
 
 def _found(device: Any) -> tuple[Device, str, str]:
-    """What is known of a `jax.Device`, and the links within and across hosts."""
+    """Return what is known of a `jax.Device`, and the links within and across hosts."""
     name = device_name(device)
     known = DEVICES["A100" if name == "A800" else name or _DEFAULT]
     if name is None:

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from paged_step import computations_in_loops
 
 from benchmarks.kernel_ptx import program_of
+from benchmarks.kernel_shapes import SHAPES
 from longctx.kernels import attention, explain, paged_attention, plan_attention, plan_paged_attention, write_pages
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.shapes import SHAPES
 from longctx.parallel import ring_pass_kv, ring_pass_q
 
 # One of each kind of tile, split and not, folded and not; the others are slow.

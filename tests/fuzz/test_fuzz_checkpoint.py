@@ -34,15 +34,15 @@ QUANTIZED = [dataclasses.replace(CONFIGS[0], quantization=RowwiseFp8.of(2, "all"
 
 def read_all(directory: Path, config: LlamaConfig) -> None:
     """Do what `load_checkpoint` does, but for JAX."""
-    with SafetensorsReader(directory) as reader:
-        for problem in tensor_problems(reader, config):
-            raise problem
-        for layout in jax.tree.leaves(layouts(config)):
-            for name in layout.names:
-                tensor = reader.read(name, (slice(None),))
-                assert tensor.shape == layout.file_shape
-                if layout.is_scale:
-                    reader.check_scale(name, tensor)
+    reader = SafetensorsReader(directory)
+    for problem in tensor_problems(reader, config):
+        raise problem
+    for layout in jax.tree.leaves(layouts(config)):
+        for name in layout.names:
+            tensor = reader.read(name, (slice(None),))
+            assert tensor.shape == layout.file_shape
+            if layout.is_scale:
+                reader.check_scale(name, tensor)
 
 
 def make_tensors(config: LlamaConfig) -> dict[str, np.ndarray]:

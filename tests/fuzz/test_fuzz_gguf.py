@@ -74,13 +74,13 @@ def write(path: Path, metadata: dict[str, Any], is_scaled: bool = False) -> None
 
 def read_all(path: Path) -> None:
     """Do what `load_checkpoint` does, but for JAX."""
-    with GgufReader(path) as reader:
-        config = config_from_gguf(reader)
-        for problem in tensor_problems(reader, config):
-            raise problem
-        for layout in (layouts(config)["embed"], *layouts(config)["layers"].values()):
-            for name in layout.names:
-                assert reader.read(name, (slice(None),) * len(layout.file_shape)).shape == layout.file_shape
+    reader = GgufReader(path)
+    config = config_from_gguf(reader)
+    for problem in tensor_problems(reader, config):
+        raise problem
+    for layout in (layouts(config)["embed"], *layouts(config)["layers"].values()):
+        for name in layout.names:
+            assert reader.read(name, (slice(None),) * len(layout.file_shape)).shape == layout.file_shape
 
 
 def fuzz(num_inputs: int, path: Path, damage: Callable[[random.Random], None]) -> None:

@@ -88,7 +88,7 @@ def _correct() -> list[Case]:
     return one_of_each + rest
 
 
-# Named as in `longctx.kernels.shapes`.
+# Named as in `benchmarks.kernel_shapes`.
 _TIMED = (
     "mha/tp1/prefill@16k",
     "llama3-8b/tp1/decode@128k/b1",

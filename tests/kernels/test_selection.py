@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import checkify
 
 from longctx.kernels import attention, explain, paged_attention
-from longctx.kernels.mosaic_gpu import adapter, device
+from longctx.kernels.mosaic_gpu import adapter, device, ptxas
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
 
@@ -115,8 +115,8 @@ def install(folder: Path, said: str) -> str:
 def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First on PATH, then beside JAX; what can't run, or is too old for XLA, is passed over."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adapter, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
-    monkeypatch.setattr(adapter, "ptx_version", lambda: 88)
+    monkeypatch.setattr(ptxas, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
+    monkeypatch.setattr(ptxas, "newest_ptx", lambda: 88)
     monkeypatch.setenv("PATH", f"{tmp_path / 'empty'}:{tmp_path / 'bin'}")
     find = ptxas_in_use.__wrapped__
     (tmp_path / "site/plugin").mkdir(parents=True)
@@ -133,9 +133,9 @@ def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pyte
     assert find() == Ptxas(88, (12, 9, 90), "cuda_sdk_lib/bin/ptxas")
     # The first is not what reads PTX of this version: something else assembles.
     for ptx_version, broken in ((87, True), (90, False), (92, False)):
-        monkeypatch.setattr(adapter, "ptx_version", lambda: ptx_version)  # noqa: B023
+        monkeypatch.setattr(ptxas, "newest_ptx", lambda: ptx_version)  # noqa: B023
         assert (find(), find().broken) == (Ptxas(ptx_version), broken)
-    monkeypatch.setattr(adapter, "ptx_version", lambda: None)
+    monkeypatch.setattr(ptxas, "newest_ptx", lambda: None)
     assert find() == Ptxas()
 
 
@@ -144,8 +144,8 @@ def test_a_toolkit_that_would_miscompile_gives_way_to_the_package(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adapter, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
-    monkeypatch.setattr(adapter, "ptx_version", lambda: 88)
+    monkeypatch.setattr(ptxas, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
+    monkeypatch.setattr(ptxas, "newest_ptx", lambda: 88)
     toolkit = install(tmp_path / "cuda-12.8/bin", broken)
     monkeypatch.setenv("PATH", toolkit)
     (tmp_path / "site/plugin").mkdir(parents=True)

@@ -17,9 +17,7 @@ from test_tokenizer import LLAMA3_TEMPLATE, byte_level, write
 from longctx.cli import main
 from longctx.models import LlamaConfig, load_tokenizer, verify
 from longctx.models.builtin import TINY
-from longctx.models.checkpoint_verify import weight_problems
-from longctx.models.checksums import checksum_problems
-from longctx.models.tokenizer_check import tokenizer_problems
+from longctx.models.checkpoint_verify import checksum_problems, tokenizer_problems, weight_problems
 
 CASE = Case(vocab_size=320, layers=2)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.fp8 import E4M3, from_e4m3_bits, quantize_rows
 from longctx.models import Llama, RowwiseFp8, load_checkpoint, save_checkpoint
-from longctx.models.fp8 import PartlyQuantized, RowQuantized
-from longctx.models.quantize import quantize_params
+from longctx.models.params import quantize_params
+from longctx.models.projections import PartlyQuantized, RowQuantized
 from longctx.parallel import make_mesh
 
 INPUTS, OUTPUTS = 96, 40

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from longctx.cli import main
 from longctx.models import CheckpointError, Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint, verify
 from longctx.models.checkpoint import read_model
-from longctx.models.checkpoint_files import replacing_files
+from longctx.models.checkpoint_save import replacing_files
 from longctx.models.sharded_params import abstract_sharded_params, shard_params
 from longctx.parallel import make_mesh
 

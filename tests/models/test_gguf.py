@@ -30,8 +30,7 @@ from longctx.models import (
 )
 from longctx.models import checkpoint as loading
 from longctx.models.checkpoint import read_model
-from longctx.models.gguf import GgufReader
-from longctx.models.gguf_header import read_header
+from longctx.models.gguf import GgufReader, read_header
 from longctx.models.params import Params
 
 CASE = Case(hidden_size=256, intermediate_size=256, layers=2)
@@ -132,13 +131,13 @@ def test_shards_are_those_of_the_whole(shape: dict[str, int], type: Type, tmp_pa
 def test_any_slice_is_that_of_the_whole(type: Type, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", CASE.build(), type)
     rng = np.random.default_rng(1)
-    with GgufReader(tmp_path / "model.gguf") as reader:
-        for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
-            whole = np.concatenate(list(reader.blocks(name)))
-            for _ in range(20):
-                low, high = np.sort(rng.integers(257, size=(2, 2)), axis=0)
-                part = tuple(slice(int(a), int(b)) for a, b in zip(low, high, strict=True))
-                np.testing.assert_array_equal(reader.read(name, part), whole[part])
+    reader = GgufReader(tmp_path / "model.gguf")
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        whole = np.concatenate(list(reader.blocks(name)))
+        for _ in range(20):
+            low, high = np.sort(rng.integers(257, size=(2, 2)), axis=0)
+            part = tuple(slice(int(a), int(b)) for a, b in zip(low, high, strict=True))
+            np.testing.assert_array_equal(reader.read(name, part), whole[part])
 
 
 def test_peak_host_memory_is_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +249,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "unsupported type": (
         lambda data: set_after(data, "blk.1.attn_q.weight", 20, b"\x1a"),  # I32
-        "tensor 'blk.1.attn_q.weight' is I32; only F32, F16, BF16, Q8_0",
+        "tensor 'blk.1.attn_q.weight' is 'I32'; only F32, F16, BF16, Q8_0",
     ),
     "axes": (
         lambda data: set_after(data, "blk.1.attn_q.weight", 0, b"\x05"),

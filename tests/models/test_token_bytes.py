@@ -7,8 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from longctx.models import ByteTokenizer
-from longctx.models.token_bytes import TokenBytes
-from longctx.models.tokenizer import HFTokenizer
+from longctx.models.tokenizer import HFTokenizer, TokenBytes
 
 TEXT = 'plain text, "quoted" \\ and\ttabs; caf\u00e9, \u4f60\u597d, \U0001f680!\n'
 

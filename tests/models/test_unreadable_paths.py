@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from longctx.models import LlamaConfig, load_checkpoint, load_tokenizer, verify
-from longctx.models.checksums import checksum_problems
-from longctx.models.fingerprint import checkpoint_fingerprint
+from longctx.models.checkpoint_verify import checkpoint_fingerprint, checksum_problems
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
 
 TOO_LONG = "x" * 300

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.mask import Tokens, visible
 from longctx.nnx import attention_fn
-from longctx.nnx.masks import tokens_of_mask
+from longctx.nnx.attention_fn import tokens_of_mask
 from longctx.parallel import make_mesh
 
 BATCH, LENGTH, WIDTH = 2, 11, 16

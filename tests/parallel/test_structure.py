@@ -13,7 +13,9 @@ from hlo import collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+from longctx.parallel import Hardware, ModelShape, all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+from longctx.parallel.context_parallel import METHODS
+from longctx.parallel.cost import predict_times
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
 # Of one rank: tokens, cached and new ones, query heads, KV heads and head size.
@@ -78,6 +80,17 @@ def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
         "all-gather": (1, hops * 8 * T),
         "all-to-all": (1, hops * STATE_BYTES),
     }
+
+
+@pytest.mark.parametrize("method", ["pass_kv", "pass_q", "all_gather", "kvp"])
+def test_the_cost_model_counts_the_bytes_of_compiled_programs(method: str) -> None:
+    """A link of 1 byte/s and a device that computes in no time."""
+    ranks, hardware = 3, Hardware(peak_flops=1e30, bandwidth=1.0, bytes_per_element=4)
+    exchange = functools.partial(kvp_attention, merge="all_to_all") if method == "kvp" else METHODS[method]
+    program = compiled(exchange, ranks, replicated=method == "kvp")
+    new = T if method == "kvp" else ranks * T
+    times = predict_times(new, ranks * (S - T), ranks, ModelShape(HEADS, KV_HEADS, SIZE), hardware)[method]
+    assert times.exposed == pytest.approx(sum(size for _, size in sent(program, ranks).values()))
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """The parts of Pallas that differ between versions, are private, or differ in the interpreter.
 
-Three private names are used. `InterpretGPUParams` runs a kernel's threads, copies and barriers on a CPU, and
+Two private names are used. `InterpretGPUParams` runs a kernel's threads, copies and barriers on a CPU, and
 `get_races` says whether any of them raced; from jax 0.12 on the first is public, and the interpreter itself raises.
-`_get_ptxas_isa_version` says which PTX the ptxas in use reads.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,26 +51,6 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
             yield
     finally:
         INTERPRETER.reset(token)
-
-
-def mosaic_library() -> Path | None:
-    """The file of jaxlib's extension module for Mosaic; None without a CUDA plugin."""
-    try:
-        from jax._src.lib import mosaic_gpu as private
-
-        return Path(private._mosaic_gpu_ext.__file__)
-    except (ImportError, AttributeError):  # no CUDA plugin, or another version of it
-        return None
-
-
-def ptx_version() -> int | None:
-    """The newest PTX that Mosaic's assembler reads, 88 for 8.8; None if there is none."""
-    try:
-        from jax._src.lib import mosaic_gpu as private
-
-        return private._mosaic_gpu_ext._get_ptxas_isa_version()
-    except (ImportError, AttributeError, RuntimeError):  # no CUDA plugin, another version of it, or no ptxas
-        return None
 
 
 def interpreting() -> bool:

@@ -56,9 +56,7 @@ def ptxas_in_use() -> Ptxas:
 
     It may change PATH (see above), so it has to come before the first kernel is compiled.
     """
-    from longctx.kernels.mosaic_gpu import adapter
-
-    library = adapter.mosaic_library()
+    library = mosaic_library()
     if library is None:
         return Ptxas()
     packaged = [root / "bin/ptxas" for root in _packages(library)]
@@ -66,7 +64,7 @@ def ptxas_in_use() -> Ptxas:
     if first is not None and first.broken and beside is not None and not beside.broken:
         os.environ["PATH"] = os.pathsep.join([str(Path(beside.path).parent), os.environ.get("PATH", "")])
         first = _first_usable(_candidates(packaged))
-    ptx_version = adapter.ptx_version()
+    ptx_version = newest_ptx()
     if ptx_version is None:
         return Ptxas()
     release = _release_of(ptx_version)
@@ -74,6 +72,26 @@ def ptxas_in_use() -> Ptxas:
     if first is None or first.version is None or (release is not None and first.version[:2] != release):
         return Ptxas(ptx_version)
     return first._replace(ptx_version=ptx_version)
+
+
+def mosaic_library() -> Path | None:
+    """The file of jaxlib's extension module for Mosaic; None without a CUDA plugin."""
+    try:
+        from jax._src.lib import mosaic_gpu as private
+
+        return Path(private._mosaic_gpu_ext.__file__)
+    except (ImportError, AttributeError):  # no CUDA plugin, or another version of it
+        return None
+
+
+def newest_ptx() -> int | None:
+    """The newest PTX that Mosaic's assembler reads, 88 for 8.8; None if there is none."""
+    try:
+        from jax._src.lib import mosaic_gpu as private
+
+        return private._mosaic_gpu_ext._get_ptxas_isa_version()
+    except (ImportError, AttributeError, RuntimeError):  # no CUDA plugin, another version of it, or no ptxas
+        return None
 
 
 def _release_of(ptx_version: int) -> tuple[int, int] | None:

@@ -12,8 +12,7 @@ from longctx.serving.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from longctx.serving.kv_cache.page_pool import Key
     from longctx.serving.kv_cache.prefix import PageHash
-from longctx.models.stream_decoder import StreamDecoder
-from longctx.models.tokenizer import Tokenizer
+from longctx.models.tokenizer import StreamDecoder, Tokenizer
 
 
 class Detokenizer:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec import UNSET, UnsetType
 
-from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.server.logprobs import LogprobLists, chat_logprobs
 from longctx.serving.server.read_call import Call

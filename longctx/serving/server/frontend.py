@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from longctx import __version__
-from longctx.models.token_bytes import TokenBytes
-from longctx.models.tokenizer import Tokenizer
+from longctx.models.tokenizer import TokenBytes, Tokenizer
 from longctx.serving.engine.departure import Sink
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.active_call import ActiveCall, Limits

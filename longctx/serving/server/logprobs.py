@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Iterable
 
-from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.server.schemas.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 

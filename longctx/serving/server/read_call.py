@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from longctx.models.token_bytes import TokenBytes
-from longctx.models.tokenizer import Tokenizer
+from longctx.models.tokenizer import TokenBytes, Tokenizer
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longctx.models import ByteTokenizer
-from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving import Event, Metrics, Output, TokenLogprob
 from longctx.serving.server.logprobs import LogprobLists, chat_logprobs, token_text
 from longctx.serving.server.streams import Deliveries, Stream

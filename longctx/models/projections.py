@@ -1,8 +1,8 @@
-"""FP8 row-wise weights: e4m3 values with a float32 scale for each output, and activations quantised a row at run time.
+"""Weights of projections in the forms that products take: FP8 row-wise, and output-major for CPUs.
 
-A weight is `values * scale` with one scale for each output; an activation is `values * scale` with one scale for each
-token. Products are of e4m3 values, summed in float32, and both scales multiply the sum. Source: the context parallelism
-paper, section 4.1 (FBGEMM's row-wise FP8). docs/fp8.md has the error.
+Row-wise FP8: a weight is e4m3 values times a float32 scale for each output, an activation is e4m3 values times a scale
+for each token. Products of e4m3 values are summed in float32, and both scales multiply the sum. Source: the context
+parallelism paper, section 4.1 (FBGEMM's row-wise FP8). docs/fp8.md has the error.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from longctx.annotations import Real
+from longctx.kernels.bits import widen
 from longctx.kernels.fp8 import E4M3, RowMaximum, from_e4m3_bits, quantize_rows
+from longctx.kernels.operand_dtype import operand_dtype
+from longctx.kernels.partitioning import match_varying
 
 # cuBLASLt multiplies FP8 in multiples of 16 only, else XLA converts the weights to wide floats.
 _LEAST_ROWS = 16
+# With at most this many rows the weights are the first operand of a product (docs/design.md).
+_FEW_ROWS = 64
+_BLOCK_BYTES = 1 << 18  # of widened weights, which stay in a core's cache
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["upper_bound"])
@@ -102,3 +109,55 @@ def _multiply_fp8(rows: Array, bits: Array) -> Array:
     if count < _LEAST_ROWS:
         rows = jnp.concatenate([rows, jnp.zeros_like(rows, shape=(_LEAST_ROWS - count, rows.shape[1]))])
     return _multiply(rows, lax.bitcast_convert_type(bits, E4M3))[:count]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=["out_shapes"])
+@dataclasses.dataclass(frozen=True)
+class OutputMajor:
+    """The weights of one or more projections of the same input as a matrix `[outputs, inputs]`.
+
+    Attributes:
+      matrix: floats, or the bits of 16-bit floats of the inputs' dtype.
+      out_shapes: the shapes of the projections' outputs on a device.
+    """
+
+    matrix: Array
+    out_shapes: tuple[tuple[int, ...], ...]
+
+    def product(self, x: Array, in_axes: int = 1) -> list[Array]:
+        """x `[..., inputs]`, the inputs in its last `in_axes` axes -> float32 `[..., *out_shape]` of each."""
+        lead = x.shape[: x.ndim - in_axes]
+        rows = x.reshape(-1, self.matrix.shape[1])
+        multiply = _multiply_few if rows.shape[0] <= _FEW_ROWS else _multiply_many
+        y = multiply(rows, self.matrix)
+        ends = np.cumsum([math.prod(shape) for shape in self.out_shapes])
+        parts = jnp.split(y, ends[:-1], axis=1)
+        return [part.reshape(*lead, *shape) for part, shape in zip(parts, self.out_shapes, strict=True)]
+
+
+def _multiply_many(rows: Array, matrix: Array) -> Array:
+    matrix = widen(matrix, rows.dtype)
+    return _multiply(rows.astype(matrix.dtype), matrix)
+
+
+def _multiply_few(rows: Array, matrix: Array) -> Array:
+    """The same for few rows.
+
+    XLA's CPU backend packs the second operand of a product in every call, so the few rows are second, not the weights.
+    Bits are widened block by block: a whole widened matrix would go to memory and back.
+    """
+    outputs, inputs = matrix.shape
+    block = max(1, _BLOCK_BYTES // (4 * inputs))
+    if matrix.dtype != jnp.uint16 or operand_dtype(rows.dtype).itemsize == 2 or outputs <= block:
+        matrix = widen(matrix, rows.dtype)
+        # Without the barrier, XLA would swap the operands again.
+        return lax.optimization_barrier(_multiply(matrix, rows.astype(matrix.dtype))).T
+
+    def compute_block(number: Array, y: Array) -> Array:
+        start = jnp.minimum(number * block, outputs - block)  # the last block computes some outputs again
+        part = widen(lax.dynamic_slice_in_dim(matrix, start, block), rows.dtype)
+        return lax.dynamic_update_slice_in_dim(y, _multiply(part, wide), start, 0)
+
+    wide = rows.astype(jnp.float32)
+    y, wide, matrix = match_varying((jnp.zeros((outputs, rows.shape[0])), wide, matrix))
+    return lax.fori_loop(0, -(-outputs // block), compute_block, y).T
