@@ -80,7 +80,7 @@ class Deployment:
         return pages
 
     def predictor(self) -> Predictor:
-        """What predicts the batches of an instance, of one stage."""
+        """Return the predictor of the batches of an instance, of one stage."""
         if self.measured is not None:
             return self.measured
         config = self.config

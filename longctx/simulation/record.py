@@ -1,4 +1,4 @@
-"""What came of a workload: its requests, and each engine after each of its steps."""
+"""Results of a workload: its requests, and each engine after each of its steps."""
 
 from dataclasses import dataclass, field, fields
 
@@ -103,7 +103,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class InstanceRecord:
-    """Of one instance: its devices, what they computed, and its steps if they were kept."""
+    """Results of one instance: its devices, what they computed, and its steps if they were kept."""
 
     name: str
     num_devices: int
@@ -114,7 +114,7 @@ class InstanceRecord:
 
 @dataclass
 class Record:
-    """What a workload came to: its requests, and the engines after each step.
+    """Results of a workload: its requests, and the engines after each step.
 
     `steps` and `timeline` are of all instances together, and empty where steps are not kept; `stats` is None then.
 
@@ -156,7 +156,7 @@ class Record:
 
     @property
     def totals(self) -> Totals:
-        """Of all instances together."""
+        """Sums over all instances."""
         return sum((instance.totals for instance in self.instances), Totals())
 
     @property

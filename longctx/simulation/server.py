@@ -1,4 +1,4 @@
-"""What requests are simulated on, as a `Simulation` sees it."""
+"""Interface of the servers on which a `Simulation` serves requests."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ OnEnd = Callable[[WorkloadRequest, Metrics], object]
 
 @runtime_checkable
 class Server(Protocol):
-    """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
+    """Server of simulated requests: an `Instance`, or a baseline that is no core of ours.
 
     Attributes:
       name: that no other one of a simulation has.
@@ -54,7 +54,7 @@ class Server(Protocol):
 
     @property
     def totals(self) -> Totals:
-        """What it has computed in the run."""
+        """Sums over what it has computed in the run."""
         ...
 
     @property

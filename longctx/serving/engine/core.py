@@ -276,7 +276,7 @@ class Core:
 
     def advance(
         self,
-        times: int,
+        count: int,
         ends: Mapping[int, np.ndarray],
         seconds: Callable[[int], float],
         predicted: List[float],
@@ -287,8 +287,8 @@ class Core:
         This is the same as to `begin` and to `end` each of these steps, for drivers that need no events of them.
 
         Args:
-          times: how often, at most `repeats`.
-          ends: when the steps end, float64 `[times]` of seconds, by the number of the batch that is repeated.
+          count: how often, at most `repeats`.
+          ends: when the steps end, float64 `[count]` of seconds, by the number of the batch that is repeated.
           seconds: that a batch takes in a stage, by its number.
           predicted: seconds of the steps that end meanwhile.
           now: when the last of them ends.
@@ -297,9 +297,9 @@ class Core:
         for batch in self.in_flight.in_stages:
             for sequence in batch.sampled:
                 completion_of(sequence).advance(ends[batch.index], longest[batch.index])
-        self.in_flight.advance(times, seconds)
-        self.scheduler.advance(times, self.in_flight.in_stages, predicted)
-        self.counts["output_tokens"] += times * len(self.scheduler.running.decoding)
+        self.in_flight.advance(count, seconds)
+        self.scheduler.advance(count, self.in_flight.in_stages, predicted)
+        self.counts["output_tokens"] += count * len(self.scheduler.running.decoding)
         self.now = now
 
     def abort(self, sequence: Sequence, error: str) -> Event:

@@ -128,12 +128,7 @@ class Completion:
         return piece, reason
 
     def advance(self, times: np.ndarray, longest: float) -> None:
-        """Count tokens whose values are not needed, and none of which ends the completion.
-
-        Args:
-          times: when they came, in seconds, float64 `[tokens]`.
-          longest: of the seconds between two of them.
-        """
+        """Count tokens that don't end it and whose values are not needed, see `Metrics.note_tokens`."""
         self.num_known += len(times)
         self.metrics.note_tokens(len(times), float(times[0]), float(times[-1]), longest)
 

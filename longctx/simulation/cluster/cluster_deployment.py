@@ -112,16 +112,16 @@ class ClusterDeployment:
 
     @property
     def num_instances(self) -> int:
-        """Of all kinds."""
+        """Number of instances of all kinds."""
         return self.prefill + self.decode + self.coupled
 
     @property
     def num_devices(self) -> int:
-        """Of all instances together."""
+        """Number of devices of all instances."""
         return self.num_instances * self.plan.num_devices
 
     def instances(self) -> list[ClusterInstance]:
-        """The instances, in the order in which they join."""
+        """Return the instances, in the order in which they join."""
         kept = self._tiers(self.host_bytes)
         prefill = self._config(token_budget=max(self.chunk, self.max_running), max_running=min(64, self.max_running))
         prefill = dataclasses.replace(prefill, chunking=f"static:{self.chunk}", tiers=kept)

@@ -85,7 +85,7 @@ class ClusterInstance:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """What its work costs, by which the conductor goes."""
+        """Costs of its work, by which the conductor decides."""
         config, plan = self.config, self.plan
         chunk = Chunking.parse(config.chunking, config.token_budget, config.max_running).tokens
         return PredictorCosts.of_model(self.predictor, self.model, chunk, plan, kv_dtype=config.kv_dtype)

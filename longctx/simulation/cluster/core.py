@@ -158,7 +158,7 @@ class ClusterCore(Instance):
             self._tier.listener = None
 
     def count_held(self, keys: List[Key]) -> int:
-        """How many leading pages it has, on its devices or in its host's memory."""
+        """Count the leading pages that it has, on its devices or in its host's memory."""
         if self.is_dead:
             return 0
         pool, tier = self._core.pool, self._tier
@@ -171,7 +171,7 @@ class ClusterCore(Instance):
         return 0 if self._tier is None else len(self._tier)
 
     def discard(self, keys: List[Key]) -> None:
-        """Let the host's memory keep pages no more."""
+        """Remove pages from the host's memory."""
         if self._tier is not None:
             self._tier.discard(keys)
 
@@ -290,7 +290,7 @@ def _tokenless(sequence: Sequence) -> TokenlessCompletion:
 
 
 class _PoolListener:
-    """Hears of the pages of a pool."""
+    """Listener of a pool's pages."""
 
     def __init__(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         self._on_change = on_change

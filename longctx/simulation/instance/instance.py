@@ -155,7 +155,7 @@ class Instance:
 
     @property
     def totals(self) -> Totals:
-        """What it has computed in the run."""
+        """Sums over what it has computed in the run."""
         self._settle()
         return self._totals
 

@@ -25,7 +25,7 @@ _ROUNDING = 4e-7  # by which a measured step may differ from its prediction, and
 
 
 class RepetitionFinder:
-    """Finds out whether the steps to come repeat those before.
+    """Finder of steps that repeat those before.
 
     Args:
       executor: knows the times of the batches in flight.
@@ -120,7 +120,7 @@ class RepeatedSteps:
 
     @property
     def finished(self) -> float:
-        """When its last step ends."""
+        """Time at which its last step ends."""
         return float(self._finished[self._periods * self._stage - 1])
 
     def periods_until(self, now: float, included: bool = False) -> int:

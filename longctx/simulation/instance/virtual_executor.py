@@ -39,7 +39,7 @@ class DeviceSpeed:
         self._real, self._done = np.array(real), np.array(done)
 
     def seconds(self, start: float, predicted: float) -> float:
-        """How long takes what begins at `start` and is predicted to take so many seconds."""
+        """Return the seconds of work that begins at `start` and is predicted to take `predicted` seconds."""
         done = _interpolate(start, self._real, self._done) + predicted
         return max(0.0, _interpolate(done, self._done, self._real) - start)
 
