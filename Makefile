@@ -143,7 +143,7 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: $(VENV)/installed-plot
-	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m papers.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 $(VENV)/installed-notebooks: $(VENV)/installed
 	$(BIN)/pip install --quiet $(EDITABLE) '.[notebooks,train]'

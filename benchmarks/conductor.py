@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import POLICIES, ConductorConfig
+from longctx.cluster.conductor.config import POLICIES, ConductorConfig, Role
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.conductor.overload import ADMISSION_RULES
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex

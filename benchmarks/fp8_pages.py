@@ -20,7 +20,7 @@ from jax import Array
 
 from longctx.kernels import paged_attention
 from longctx.models import Llama, load_checkpoint, load_tokenizer
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving.runner.paged_cache import NewKeys, PagedCache
 
 PAGE_SIZE, CHUNK = 64, 512

@@ -18,7 +18,8 @@ import numpy as np
 
 from longctx.models import LlamaConfig, load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
-from longctx.models.footprint import FP8_KV, cache_bytes, weight_bytes
+from longctx.models.footprint import cache_bytes, weight_bytes
+from longctx.models.validation import FP8_KV
 from longctx.parallel.device_tables import DEVICES
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, SamplingParams
 from longctx.simulation.utilization import max_tokens

@@ -163,7 +163,7 @@ def run(tokens: int) -> Run:
         written = watch_writes(engine)
         engine.scheduler.loads.seconds_per_page = None
         engine.submit(Request(new, sampling, NEW))
-        while not steps or engine.progress(NEW)[0] < tokens // 6:
+        while not steps or engine.requests[NEW].progress[0] < tokens // 6:
             engine.step()
         came, loaded = time.monotonic(), 0
         engine.submit(Request([*old, *[7] * 20], sampling, OLD))

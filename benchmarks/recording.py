@@ -116,14 +116,14 @@ def measure_arrivals(rounds: int) -> None:
                         engine = Engine(
                             MODEL, None, config, executor=VirtualExecutor(lambda _: 1e-3, 8), recorder=recorder
                         )
-                        note = recorder.note_arrival
+                        note = recorder.note
 
                         def timed(*arguments: Any, note: Any = note, times: list[float] = times) -> None:
                             begin = time.thread_time_ns()
                             note(*arguments)
                             times.append((time.thread_time_ns() - begin) / 1e3)
 
-                        recorder.note_arrival = timed  # type: ignore[method-assign]
+                        recorder.note = timed  # type: ignore[method-assign]
                         engine.submit(Request(np.full(length, index), SamplingParams()))  # type: ignore[arg-type]
                         size = recorder.size
                 cells.append(f"{np.median(times):,.0f} µs | {size:,}")

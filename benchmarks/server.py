@@ -175,7 +175,7 @@ def idle_streams(count: int, seconds: float) -> float:
 def delivery_seconds(count: int, rounds: int) -> float:
     """Median seconds in which the engine's thread hands the events of one step to so many streams."""
     from longctx.serving.engine.thread import EngineThread
-    from longctx.serving.server.streams import Deliveries, Stream
+    from longctx.serving.server.streams import EventDispatcher, Stream
 
     taken: list[float] = []
 
@@ -187,17 +187,17 @@ def delivery_seconds(count: int, rounds: int) -> float:
                 taken.append(time.thread_time() - begun)
 
     async def run() -> None:
-        deliveries = Deliveries(asyncio.get_running_loop())
+        dispatcher = EventDispatcher(asyncio.get_running_loop())
         executor = VirtualExecutor(lambda batch: 0.01, 259)
         config = EngineConfig(num_pages=count * 8, max_running=count, token_budget=512)
         model = Llama(LlamaConfig(259, 8, 8, 4, 1, 1, 8, max_positions=512))
         engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-        with Timed(engine, flush=deliveries.flush) as thread:
+        with Timed(engine, flush=dispatcher.flush) as thread:
             params = SamplingParams(max_tokens=rounds, ignore_eos=True)
             for i in range(count):
                 stream = Stream(10**6, lambda: None)
                 prepared = engine.prepare(Request([i % 256, 2, 3], params))
-                thread.submit(prepared, deliveries.sink(stream, 0, is_whole=False))
+                thread.submit(prepared, dispatcher.sink(stream, 0, is_whole=False))
             await asyncio.to_thread(thread.wait_idle, 60)
 
     asyncio.run(run())

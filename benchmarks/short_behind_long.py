@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from longctx.simulation.figures.figure import Inputs
-from longctx.simulation.figures.medha_runs import WINDOW, alone, serve
+from papers.figures.figure import Inputs
+from papers.medha.runs import WINDOW, alone, serve
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from longctx.models.builtin import TINY
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
-from longctx.serving.engine.jobs import Job
+from longctx.serving.engine.active_request import ActiveRequest
 from longctx.serving.scheduler.sequence import Sequence
 
 Answer = tuple[tuple[int, ...], SamplingParams, int]
@@ -198,7 +198,7 @@ class Soak:
             self.wrong.append(f"the idle engine holds something: {stats}")
         left = _count_objects() - self._before
         # The last batch of each stage stays until the next one comes.
-        if left["Job"] or left["Sequence"] > self.engine.plan.stage * self.engine.config.max_running:
+        if left["ActiveRequest"] or left["Sequence"] > self.engine.plan.stage * self.engine.config.max_running:
             self.wrong.append(f"objects of requests that have ended are in memory: {dict(left)}")
 
     def check_answers(
@@ -231,7 +231,7 @@ class Soak:
 def _count_objects() -> Counter[str]:
     """How many objects of requests are in memory."""
     gc.collect()
-    return Counter(type(x).__name__ for x in gc.get_objects() if type(x) in (Job, Sequence))
+    return Counter(type(x).__name__ for x in gc.get_objects() if type(x) in (ActiveRequest, Sequence))
 
 
 def peak_memory() -> float:

@@ -80,7 +80,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
     def stamped(header: dict[str, Any], frames: Any = None) -> None:
         before = channel.bytes_sent
         send(header | {"at": time.perf_counter()}, frames)
-        if not header.get("news"):
+        if not header.get("updates"):
             sizes.append(channel.bytes_sent - before - len('"at": 12345.123456789, '))
 
     engine.warm_up()

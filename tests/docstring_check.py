@@ -24,7 +24,7 @@ SOURCED = (
     *("longctx.parallel." + name for name in ("ring_pass_kv", "ring_pass_q", "sequence_pipeline")),
     *("longctx.serving." + name for name in ("Core", "EngineConfig", "ParallelPlan", "Slo")),
     *("longctx.cluster.transfer." + name for name in ("Exporter", "Lease", "PageReceiver", "PageSender")),
-    *("longctx.simulation.baselines." + name for name in ("LoongServe", "StandardPipeline")),
+    *("longctx.simulation.baselines." + name for name in ("StandardPipeline", "make_simulation")),
 )
 _PAPER = re.compile(r"\bpapers?\b|Mnemosyne|Medha|Mooncake|et al\.|arXiv")
 

@@ -21,21 +21,25 @@ MORE = {
     "longctx.cluster.conductor.config": ["ConductorConfig"],
     "longctx.cluster.prefix_index.index": ["PrefixIndex"],
     "longctx.models.builtin": ["TINY"],
-    "longctx.parallel.cost": ["LLAMA3_405B"],
+    "longctx.parallel.cost": ["LLAMA3_405B", "LayerCost"],
     "longctx.plotting": [
         *("COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "shown", "style", "to_svg"),
     ],
     "longctx.serving.kv_cache.tiers.config": ["TierConfig"],
     "longctx.serving.recording.recorder": ["open_recorder"],
     "longctx.serving.scheduler.look_ahead": ["copy_scheduler"],
+    "longctx.simulation.baselines": ["BASELINES", "Baseline", "StandardPipeline", "make_simulation"],
+    "longctx.simulation.capacity": ["search"],
     "longctx.simulation.deployment": ["Deployment"],
     "longctx.simulation.hardware": ["predictor"],
     "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
     "longctx.simulation.planner.prompt": ["Prompt"],
     "longctx.simulation.planner.search": [
-        *("Fallen", "Found", "Goal", "Planned", "best_of_each", "evaluate", "search"),
+        *("RejectedPlan", "SearchResult", "Goal", "Planned", "best_of_each", "evaluate", "search"),
     ],
-    "longctx.simulation.utilization": ["DeviceMemory", "device_memory", "max_tokens"],
+    "longctx.simulation.utilization": [
+        *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops", "totals_of"),
+    ],
 }
 _NOT_FOR_USERS = ("longctx.cli",)
 

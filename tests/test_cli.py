@@ -76,28 +76,6 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
     assert first != second
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", " \n"], "--prompt is empty"),
-        (["--prompt", "the " * 64], "more than the model's context of 64"),
-        (["--prompt", "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
-        (["--prompt", "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
-        (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be at least 1"),
-        (["--prompt", "the", "--n", "2"], "--n=2 contradicts --temperature=0"),
-        (["--prompt", "the", "--chat"], "no chat template"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-        (["--prompt", "the", "--model", "nowhere"], "no such directory: nowhere"),
-    ],
-)
-def test_generate_names_invalid_arguments(
-    checkpoint: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "--model", str(checkpoint), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """It answers questions about a note while it prefills the document."""
     assert main(["demo", "--tokens", "2048", "--questions", "4", "--chunk-size", "8"]) == 0
@@ -133,22 +111,3 @@ def test_demo_answers_about_a_given_document(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert f"{question}  48213" in out
     assert "right" not in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--question", "What?"], "--document and --question go together"),
-        (["--document", "nowhere.txt", "--question", "What?"], "nowhere.txt"),
-        (["--document", __file__, "--question", ""], "--question is empty"),
-        (["--document", __file__, "--question", " \n"], "--question is empty"),
-        (["--tokens", "10"], "--tokens must be at least"),
-        (["--questions", "999"], "--questions must be at most"),
-        (["--questions", "0"], "--questions must be at least 1, got 0"),
-        (["--tokens", "1000000"], "--tokens must be at most 131,0"),
-        (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be at least 1, got 0"),
-    ],
-)
-def test_demo_names_invalid_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *arguments]) == 2
-    assert message in capsys.readouterr().err

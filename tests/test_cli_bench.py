@@ -115,43 +115,6 @@ def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys
     assert max(r["cached_tokens"] for r in requests) == 20
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workload", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--limit", "3"], "--limit needs --workload"),
-        (["--workload", "TRACE", "--requests", "3"], "--requests contradicts --workload"),
-        (["--workload", "TRACE"], "3 of 3 requests are longer than the model's context of 128 tokens"),
-        (["--workload", "TRACE", "--max-length", "20"], "--max-length 20 leaves no request"),
-        (["--workload", "TRACE", "--scale-lengths", "0"], "--scale-lengths must be above 0"),
-        (["--max-length", "129"], "--max-length must be at most the model's context of 128"),
-        (["--requests", "0"], "--requests must be at least 1, got 0"),
-        (["--prompt-tokens", "9:3"], "--prompt-tokens must have 1 <= LOW <= HIGH"),
-        (["--output-tokens", "many"], "--output-tokens must be N, LOW:HIGH or LOW:HIGH:log, got 'many'"),
-        (["--rate", "-1"], "--rate must be at least 1e-06"),
-        (["--prompt-tokens", "9", "--page-size", "0"], "--page-size must be an integer of at least 1"),
-        (["--prompt-tokens", "9", "--max-running", "600"], "--token-budget must have a row for each of --max-running"),
-        (["--prompt-tokens", "9", "--output-tokens", "9", "--page-size", "4", "--num-pages", "2"], "--num-pages must"),
-        (["--plot", "figure.pdf"], "--plot must end in .png or .svg"),
-        (["--json", "nowhere/results.json"], "--json: no such directory"),
-        (["--policy", "random"], "--policy must be one of fcfs, edf, srpf, lrs, lrs_relative, ilrs, got 'random'"),
-        (["--chunking", "static:many"], '--chunking must be "static", "static:N" or "adaptive"'),
-        (["--max-share", "2"], "--max-share must be finite and 0 to 1"),
-        (["--tpot", "0"], "--tpot must be above 0"),
-        (["--profile", "nowhere.json"], "--profile: no such file: nowhere.json"),
-        (["--buckets", "8;16"], "--buckets must be integers with commas between them"),
-    ],
-)
-def test_errors_are_one_line(
-    checkpoint: Path, trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
-    assert main(["bench", "--model", str(checkpoint), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_plots_without_matplotlib_are_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from longctx.cli import line_reader, main
-from longctx.cli.chat_loop import COMMANDS, ChatLoop
+from longctx.cli.chat import COMMANDS, ChatLoop
 from longctx.cli.conversation import Conversation
 from longctx.cli.line_reader import PipeReader, TerminalReader
 from longctx.cli.terminal import Console
@@ -335,28 +335,6 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The command.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--chunk-size", "0"], "--chunk-size must be at least 1, got 0"),
-        (["--max-length", "1"], "--max-length must be at least 2, got 1"),
-        (["--max-length", "999999"], "--max-length must be at most the model's context of 131072, got 999999"),
-        (["--system", " "], "--system is empty"),
-        (["--system", "\udce9"], "--system must be valid Unicode"),
-        (["--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
-        (["--top-k", "3"], "--top-k, --top-p and --min-p contradict --temperature=0"),
-        (["--model", "nowhere"], "no such directory: nowhere"),
-        (["--stage", "5"], "--stage must be at most the model's 4 layers, got 5"),
-    ],
-)
-def test_flags_are_checked_before_weights_are_loaded(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("longctx.cli.chat.load_checkpoint", lambda *arguments: pytest.fail("weights are loaded"))
-    assert main(["chat", *arguments]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_built_in_model_answers_about_a_file(

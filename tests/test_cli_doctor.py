@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from longctx import extras
-from longctx.cli import doctor_jax, doctor_probe, doctor_system, main
-from longctx.cli.cache_folder import VARIABLE
+from longctx.cli import doctor, doctor_probe, doctor_system, main
 from longctx.cli.doctor_report import MAX_CHARACTERS, Report, first_line, shown
+from longctx.cli.files import CACHE_VARIABLE as VARIABLE
 from longctx.cli.terminal import Console
 from longctx.models.builtin import TINY
 
@@ -24,7 +24,7 @@ def report() -> Report:
 
 
 def ask_jax(report: Report, seconds: float = 100.0) -> Report:
-    doctor_jax.examine(report, Console(True), seconds)
+    doctor.ask_jax(report, Console(True), seconds)
     return report
 
 
@@ -57,7 +57,7 @@ def test_text_has_a_line_for_each_value_and_problem(
         report.problem("the GPU is gone", "call it back")
         report.hint("it is cold", "put something on")
 
-    monkeypatch.setattr(doctor_jax, "examine", examine)
+    monkeypatch.setattr(doctor, "ask_jax", examine)
     assert main(["doctor", "--quiet"]) == 1
     printed = capsys.readouterr()
     assert printed.err == ""

@@ -1,6 +1,5 @@
 """What the commands check beforehand, by the flag's own name, and where they print what."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -35,57 +34,8 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*arguments: object) -> None:
         raise AssertionError("weights are loaded")
 
-    for module in ("bench", "demo", "generate", "profile"):
+    for module in ("engine", "profile"):
         monkeypatch.setattr(f"longctx.cli.{module}.load_checkpoint", load)
-
-
-@pytest.mark.usefixtures("loads_no_weights")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*BENCH, "--num-pages", "999999999999"], "lower --num-pages or --page-size; about"),
-        ([*BENCH, "--max-running", "99999999", "--token-budget", "99999999"], "lower --max-running or --token-budget"),
-        ([*BENCH, "--stage", "0"], "--stage must be an integer of at least 1, got 0"),
-        ([*BENCH, "--stage", "5"], "--stage must be at most the model's 4 layers, got 5"),
-        ([*BENCH, "--context", "99"], "--stage * --context * --tensor must be at most the number of devices, 8, got"),
-        ([*BENCH, "--context", "99999999"], "--stage * --context * --tensor must be at most 1024 for a process"),
-        ([*BENCH, "--json", "/"], "--json must be a file, and / is a directory"),
-        ([*BENCH, "--json", "/proc/none/results.json"], "--json: no such directory: /proc/none"),
-        ([*BENCH, "--json", "/proc/results.json"], "--json: /proc/results.json can't be written"),
-        ([*BENCH, "--plot", "/"], "--plot must be a file, and / is a directory"),
-        ([*BENCH[:1], "--requests", "99999999999"], "--requests must be at most 1,000,000, got 99999999999"),
-        (["bench", "--prompt-tokens", "9999999"], "longer than the model's context of 131072 tokens"),
-        (["bench", "--prompt-tokens", "9" * 30], "--prompt-tokens must be at most"),
-        (["bench", "--shared-prefix", "9" * 30], "--shared-prefix must be at most"),
-        ([*GENERATE, "the", "--temperature", "1", "--n", "100000"], "--n must be at most --max-running=64, got 100000"),
-        ([*GENERATE, "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
-        ([*GENERATE, "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
-        ([*GENERATE, "the", "--n", "2"], "--n=2 contradicts --temperature=0"),
-        ([*GENERATE, "the", "--seed", "-1"], "--seed must be an integer of 0 to"),
-        ([*GENERATE, "caf\udce9"], r"--prompt must be valid Unicode, got 'caf\udce9'"),
-        ([*GENERATE, "the", "--stop", "\udce9"], r"--stop must be valid Unicode, got '\udce9'"),
-        (["bench", "--rate", "1e-300"], "--rate must be at least 1e-06"),
-        (["bench", "--workload", "/"], "--workload: / is a directory"),
-        (["bench", "--workload", "/proc/none"], "--workload: no such file: /proc/none"),
-        (["bench", "--profile", "/"], "--profile: / is a directory"),
-        (["demo", "--tokens", "99999999999"], "--tokens must be at most 131,0"),
-        (["demo", "--tokens", "10"], "--tokens must be at least 2"),
-        (["demo", "--questions", "999"], "--questions must be at most 2"),
-        (["demo", "--seed", "-1"], "--seed must be at least 0, got -1"),
-        (["demo", "--tokens", "512", "--chunk-size", "99999999999"], "lower --chunk-size"),
-        (["profile", "/"], "FILE must be a file, and / is a directory"),
-        (["profile", "/proc/profile.json"], "FILE: /proc/profile.json can't be written"),
-    ],
-)
-def test_flags_are_checked_before_weights_are_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert message in err.splitlines()[-1]
-    assert out == ""
-    assert "num_facts" not in err
-    assert "num_bytes" not in err
 
 
 @pytest.mark.usefixtures("loads_no_weights")
@@ -209,8 +159,7 @@ with terminal.stdout_is_ours():
 
 
 def test_summaries_of_commands_are_sentences() -> None:
-    for name in COMMANDS:
-        summary = importlib.import_module(f"longctx.cli.arguments.{name.replace('-', '_')}").SUMMARY
+    for summary in COMMANDS.values():
         assert summary[0].isupper()
         assert summary.endswith(".")
 
@@ -259,7 +208,7 @@ def test_memory_that_runs_out_is_exit_status_1(
         def fail(*arguments: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("longctx.cli.generate.load_checkpoint", fail)
+        monkeypatch.setattr("longctx.cli.engine.load_checkpoint", fail)
         assert main([*GENERATE, "the"]) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("longctx: failed: ")
@@ -275,7 +224,8 @@ def test_failed_completions_are_exit_status_1(
 
     for prepare in ("compile", "warm_up"):
         monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
-    monkeypatch.setattr("longctx.cli.prompt_progress.steps", fail)
+    for command in ("generate", "demo"):
+        monkeypatch.setattr(f"longctx.cli.{command}.steps", fail)
     for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
         assert main(arguments) == 1
         last = capsys.readouterr().err.splitlines()[-1]

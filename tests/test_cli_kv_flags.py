@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from longctx.cli.arguments.kv_cache import EVICTIONS as WRITTEN
-from longctx.cli.kv_flags import page_hash_key, parse_bytes, tier_config
-from longctx.cli.transfer_flags import transfer_maker
-from longctx.serving.kv_cache.tiers.config import EVICTIONS, TierConfig
+from longctx.cli import command_parser
+from longctx.cli.flags import parse_bytes
+from longctx.cli.serve_settings import transfer_maker
+from longctx.cli.settings import page_hash_key, tier_config
+from longctx.serving.kv_cache.tiers.config import TierConfig
 
 
 def options(**given: Any) -> argparse.Namespace:
-    names = ("kv_host_bytes", "kv_disk", "kv_disk_bytes", "kv_store", "kv_secret_file")
-    return argparse.Namespace(**dict.fromkeys(names) | {"kv_eviction": "lru"} | given)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return command_parser("serve").parse_args(flags)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ def test_tiers_of_flags(tmp_path: Path) -> None:
     assert tier_config(options()) is None
     given = options(kv_host_bytes="1MiB", kv_disk=tmp_path, kv_disk_bytes="2MiB", kv_eviction="lfu")
     assert tier_config(given) == TierConfig(2**20, 2**21, str(tmp_path), "lfu")
-    assert WRITTEN == EVICTIONS
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_wait_is_explained(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--num-pages", "0"], "--num-pages must be at least 1"),
         (["--num-pages", "3"], "--num-pages is too small for request 'r0'"),
         (["--token-budget", "2"], "--token-budget must have a row for each of --max-running=4"),
-        (["--until", "-1"], "--until must be at least 0"),
+        (["--until", "-1"], "--until must be an integer of at least 0"),
         (["--until", "100000"], "--until must be below"),
         (["--until", "3", "--policy", "fcfs"], "--until and --policy can't be given together"),
         (["--explain", "nobody"], "the log has no step since completion 0 of a request 'nobody'"),

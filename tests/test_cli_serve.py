@@ -1,7 +1,6 @@
 """`longctx serve`: its flags, its file of flags, and the process."""
 
 import argparse
-import dataclasses
 import os
 import re
 import signal
@@ -16,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from longctx.cli import main
-from longctx.cli.arguments import serve as flags
+from longctx.cli import command_parser, main
 from longctx.cli.config_file import config_arguments
-from longctx.serving.engine.admission_control import AdmissionLimits
-from longctx.serving.server.settings import ServerSettings
+from longctx.cli.flags import read
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 PROGRAM = "from longctx.cli import program; program()"
 # The built-in model with few programs to compile.
@@ -29,21 +28,23 @@ BODY = {"prompt": "ABCD", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
-    made.add_argument("-q", "--quiet", action="store_true")
-    flags.add_arguments(made)
-    return made
+    return command_parser("serve")
 
 
 def test_defaults_are_those_of_the_settings() -> None:
     options = parser().parse_args([])
-    for settings, names in ((ServerSettings(), flags.SETTINGS), (AdmissionLimits(), flags.LIMITS)):
-        assert all(getattr(options, name) == getattr(settings, name) for name, *_ in names)
-    others = {"api_keys", "admin_keys", "allow_hosts", "allow_origins", "profile_dir"}
-    assert {field.name for field in dataclasses.fields(ServerSettings)} == others | {
-        name for name, *_ in flags.SETTINGS
-    }
+    assert read(ServerSettings, options) == ServerSettings()
+    assert read(AdmissionLimits, options) == AdmissionLimits()
+    assert read(ObserverSettings, options) == ObserverSettings()
     assert (options.host, options.port) == ("127.0.0.1", 8000)
+
+
+def test_help_begins_with_the_flags_that_servers_need() -> None:
+    help = parser().format_help()
+    first = re.findall(r"^  (--[a-z-]+)", help.partition("\n\nmodel:")[0], re.MULTILINE)
+    assert first == [
+        f"--{name}" for name in ["model", "config", "host", "port", "api-key-file", "max-length", "context", "tensor"]
+    ]
 
 
 def parse(tmp_path: Path, text: str, *arguments: str) -> argparse.Namespace:
@@ -71,7 +72,7 @@ def test_every_flag_may_stand_in_the_file(tmp_path: Path) -> None:
             value = number + 0.5
         shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
         lines.append(f"{name if number % 2 else name.replace('-', '_')} = {shown}")
-        value = Path(str(value)) if action.type is Path else value
+        value = action.const if action.nargs == 0 else Path(str(value)) if action.type is Path else value
         expected[action.dest] = [value] if isinstance(action.default, list) else value
     assert len(expected) > 60
     options = vars(parse(tmp_path, "\n".join(lines)))
@@ -83,7 +84,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     options = parse(tmp_path, text, "--port", "8000", "--api-key", "a-key-of-the-line", "--max-running=64")
     assert (options.port, options.host, options.max_running) == (8000, "0.0.0.0", 64)
     assert options.api_key == ["a-key-of-the-line"]
-    assert options.no_prefix_cache
+    assert not options.prefix_cache
 
 
 def test_lists_repeat_a_flag(tmp_path: Path) -> None:

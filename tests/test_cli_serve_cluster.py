@@ -16,12 +16,10 @@ import httpx
 import pytest
 from serve_process import ServeProcess
 
-from longctx.cli import main
-from longctx.cli.arguments import cluster as flags
-from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, instance_command, serve_parser
+from longctx.cli import command_parser, main
 from longctx.cli.serve import serve_config
-from longctx.cli.serve_cluster import _ROUTER
-from longctx.cluster.conductor.instance import ROLES
+from longctx.cli.serve_cluster import _ROUTER, Secrets, engine_arguments, instance_arguments, instance_command
+from longctx.cluster.conductor.config import ROLES
 from longctx.cluster.config import LAUNCHERS
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
@@ -39,9 +37,10 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_flags_are_those_of_the_cluster_layer() -> None:
-    assert (flags.LAUNCHERS, flags.ROLES) == (LAUNCHERS, ROLES)
-    known = {action.dest for action in serve_parser()._actions}
-    assert known | {"command"} >= _ROUTER
+    choices = {action.dest: action.choices for action in command_parser("serve")._actions}
+    assert choices["launcher"] == list(LAUNCHERS)
+    assert choices["join_role"] == list(ROLES)
+    assert choices.keys() | {"api_keys", "admin_keys"} >= _ROUTER
 
 
 @pytest.mark.parametrize(
@@ -122,14 +121,14 @@ def test_commands_of_instances(tmp_path: Path) -> None:
 
     def parse(host: str, *hosts: str) -> argparse.Namespace:
         command = list(make(host, 8001, hosts))
-        assert command[1:4] == ["-m", "longctx.cli.instance", "serve"]
-        return serve_parser().parse_args(command[4:])
+        assert command[1:4] == ["-m", "longctx", "serve"]
+        return command_parser("serve").parse_args(command[4:])
 
     here = parse("127.0.0.1", "127.0.0.1")
     assert (here.host, here.port, here.role, here.page_size, here.max_running) == ("127.0.0.1", 8001, "both", 16, 3)
     assert (here.kv_events, here.kv_peer, here.served_model_name) == ("tcp://127.0.0.1:*", [], ["tiny"])
-    assert here.no_compile_cache
-    assert here.ignore_deadlines
+    assert not here.compile_cache
+    assert not here.heeds_deadlines
     assert serve_config(here).transfers
     there = parse("10.0.0.1", "10.0.0.1", "10.0.0.2")
     assert (there.kv_host, there.kv_peer, there.kv_events) == ("10.0.0.1", ["10.0.0.2"], "tcp://*:*")
@@ -149,7 +148,7 @@ def children(process: ServeProcess) -> list[int]:
         if entry.name.isdecimal():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                is_instance = b"longctx.cli.instance" in (entry / "cmdline").read_bytes()
+                is_instance = b"--end-with-stdin" in (entry / "cmdline").read_bytes()
             except OSError:
                 continue
             if parent == process.process.pid and is_instance:

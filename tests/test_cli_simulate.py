@@ -16,10 +16,9 @@ from longctx.models.config import LlamaConfig
 from longctx.plotting import COLORS
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
-from longctx.simulation.capacity import PRECISION, search
+from longctx.simulation.capacity import PRECISION, parse_targets, search
 from longctx.simulation.reports.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
-from longctx.simulation.targets import parse_targets
 from longctx.simulation.workloads.arrivals import MAX_RATE
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -189,53 +188,6 @@ def test_targets_and_grids_are_parsed() -> None:
     assert points(grid)[1] == {"policy": "fcfs", "qps": 1.0}
 
 
-WRONG = [
-    (["--model", "gpt-5"], "--model must be one of llama-3-8b"),
-    (["--model", "llama-3-405b"], "plan needs 812.0 GB on each device"),
-    (["--topology", "abacus"], "--topology must be one of"),
-    (["--policy", "luck"], "--policy must be"),
-    (["--plan", "stage"], "--plan must be NAME=VALUE"),
-    (["--plan", "stage=two"], "--plan must have an integer for stage"),
-    (["--plan", "tensor=3"], "--plan's tensor must divide"),
-    (["--qps", "-1"], "--rate must be at least"),
-    (["--instances", "0"], "--instances must be at least 1"),
-    (["--instances", "1000000000"], "--instances and --plan must have at most 65,536 devices together"),
-    (["--plan", "context=1000000000"], "--instances and --plan must have at most 65,536 devices together"),
-    (["--mix", "coffee"], "--mix must be one of sharegpt4"),
-    (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
-    (["--baseline", "orca"], "--baseline must be one of medha"),
-    (["--baseline", "vllm", "--instances", "2"], "--baseline has instances of its own"),
-    (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
-    (["--baseline", "vllm", "--kv-dtype", "float8_e4m3fn"], "--kv-dtype must be None with a --baseline"),
-    (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
-    (["--window", "nan"], "--window must be seconds"),
-    (["--window", "0"], "--window must be seconds, above 0"),
-    (["--capacity", "fast"], "--capacity must be ttft_p90=SECONDS"),
-    (["--capacity", "in_time=2"], "--capacity must have positive seconds, and a share of at most 1"),
-    (["--capacity", "ttft_p90=1", "--qps", "2"], "--capacity contradicts --rate"),
-    (["--sweep", "speed=1"], "--sweep must name model"),
-    (["--sweep", "qps=fast"], "--sweep has 'fast' for qps"),
-    (["--sweep", "policy=luck"], "--sweep: no point can be simulated; the first: --policy must be"),
-    (["--sweep", "qps=1", "--trace", "t.json"], "--trace contradicts --sweep"),
-    (["--out", "{file}"], "--out must be a folder"),
-    (["--out", "{file}/report"], "--out: no folder can be made at"),
-    (["--workload", "{file}"], "num_prefill_tokens"),
-    (["--num-pages", "1"], "requests[0]"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_is_wrong_is_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "lengths.csv"
-    file.write_text("arrived_at,num_decode_tokens\n0,5\n")
-    assert simulate(*(argument.format(file=file) for argument in arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
-
-
 def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", str(TINY), "--topology", "cpu", "--requests", "3", "--prompt-tokens", "20"]
     assert simulate(*arguments) == 0
@@ -245,14 +197,14 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
 
 
 def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
-    names = ["medha", "sarathi-2048", "vllm", "striped", "loongserve", "loongserve-reserved"]
+    names = ["medha", "sarathi-2048", "vllm", "striped"]
     sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
     assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
     assert all(0 < float(row["usage.mfu"]) < 1 for row in rows)
-    assert len({row["ttft.p90"] for row in rows}) > 3
+    assert len({row["ttft.p90"] for row in rows}) > 2
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from longctx.cli.arguments import serve
-from longctx.cli.arguments.transfer import MESSENGERS, ROLES
-from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
+from longctx.cli import command_parser
+from longctx.cli.serve_settings import check_transfer_flags, transfer_maker
 from longctx.cluster import engine_messenger, engine_transfers
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return command_parser("serve").parse_args(arguments)
 
 
 def test_choices_are_those_of_the_cluster_layer() -> None:
-    assert engine_transfers.ROLES == ROLES
-    assert tuple(engine_messenger.MESSENGERS) == MESSENGERS
+    choices = {action.dest: action.choices for action in command_parser("serve")._actions}
+    assert choices["role"] == list(engine_transfers.ROLES)
+    assert choices["kv_messenger"] == list(engine_messenger.MESSENGERS)
 
 
 def test_requests_stay_where_they_are_by_default() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from longctx.cli import command_parser
 from longctx.cli.config_file import config_arguments
-from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, serve_parser
-from longctx.cli.join_flags import check_join_flags
-from longctx.cli.serve_flags import serve_config
-from longctx.cli.transfer_flags import check_transfer_flags
+from longctx.cli.serve_cluster import Secrets, engine_arguments, instance_arguments
+from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
 from longctx.cluster.config import ClusterFile, read_cluster
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "cluster"
@@ -36,10 +35,12 @@ def arguments_of(text: str, nth: int = 0, plan: str = "") -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags, with those of the file that `--config` names."""
-    options = serve_parser().parse_args(arguments)
+    options = command_parser("serve").parse_args(arguments)
     if options.config is not None:
         file = EXAMPLE / options.config.name
-        options = serve_parser().parse_args([*config_arguments(serve_parser(), file, arguments), *arguments])
+        options = command_parser("serve").parse_args(
+            [*config_arguments(command_parser("serve"), file, arguments), *arguments]
+        )
     return options
 
 
@@ -90,7 +91,7 @@ def test_routers_and_instances_have_the_same_pages() -> None:
     engine = parse(["--config", str(EXAMPLE / "engine.toml")])
     found = read_cluster(EXAMPLE / "static.toml").engine
     assert (found["page-size"], found["max-length"]) == (engine.page_size, engine.max_length)
-    assert engine.ignore_deadlines
+    assert not engine.heeds_deadlines
     assert engine.kv_events
     assert engine.kv_events_replay
 
@@ -176,7 +177,7 @@ def test_pods_join_the_routers() -> None:
 
 
 def test_probes_and_mounts() -> None:
-    from longctx.serving.server.gate import OPEN_PATHS
+    from longctx.serving.server.auth import OPEN_PATHS
 
     for name, template in templates().items():
         pod = template["spec"]

@@ -12,11 +12,9 @@ import pytest
 import yaml
 
 from longctx import extras
+from longctx.cli import command_parser
 from longctx.cli.config_file import config_arguments
-from longctx.cli.instance_command import serve_parser
-from longctx.cli.join_flags import check_join_flags
-from longctx.cli.serve_flags import serve_config
-from longctx.cli.transfer_flags import check_transfer_flags
+from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
 from longctx.cluster.config import read_cluster
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +41,9 @@ def parse(name: str) -> argparse.Namespace:
     assert first == "serve"
     config = EXAMPLE / mounted(service)[arguments[arguments.index("--config") + 1]]
     arguments = arguments[2:]
-    return serve_parser().parse_args([*config_arguments(serve_parser(), config, arguments), *arguments])
+    return command_parser("serve").parse_args(
+        [*config_arguments(command_parser("serve"), config, arguments), *arguments]
+    )
 
 
 def bind_mounts(service: dict[str, Any]) -> list[str]:
@@ -71,7 +71,7 @@ def test_the_image_runs_as_nobody_special_and_tells_its_health() -> None:
     [health] = instructions("HEALTHCHECK")
     [entry], [command] = instructions("ENTRYPOINT"), instructions("CMD")
     assert yaml.safe_load(entry) == ["longctx"]
-    options = serve_parser().parse_args(yaml.safe_load(command)[1:])
+    options = command_parser("serve").parse_args(yaml.safe_load(command)[1:])
     assert f"127.0.0.1:{options.port}/health" in health
     assert instructions("EXPOSE") == [str(options.port)]
     program = yaml.safe_load(health[health.index("[") :])
@@ -167,7 +167,7 @@ def test_the_router_knows_the_pages_of_the_engines() -> None:
     assert found.launcher == "static"
     for name, value in found.engine.items():
         assert getattr(engine, name.replace("-", "_")) == value
-    assert engine.ignore_deadlines
+    assert not engine.heeds_deadlines
     assert engine.kv_events
     assert engine.kv_events_replay
     assert router.host == engine.host == "0.0.0.0"

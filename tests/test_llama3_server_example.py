@@ -18,7 +18,7 @@ import pytest
 import yaml
 from serve_process import free_port
 
-from longctx.cli.arguments import serve
+from longctx.cli import command_parser
 from longctx.cli.config_file import config_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -28,9 +28,8 @@ CONFIG = EXAMPLE / "server.toml"
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(exit_on_error=False)
-    made.add_argument("-q", "--quiet", action="store_true")
-    serve.add_arguments(made)
+    made = command_parser("serve")
+    made.exit_on_error = False
     return made
 
 
@@ -110,7 +109,7 @@ def test_mounts_ports_and_labels_meet() -> None:
 
 
 def test_probes_ask_what_the_server_answers() -> None:
-    from longctx.serving.server.gate import OPEN_PATHS
+    from longctx.serving.server.auth import OPEN_PATHS
 
     [leader], [worker] = pod("leader")["containers"], pod("worker")["containers"]
     asked = {kind: leader[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}

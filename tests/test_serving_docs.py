@@ -1,13 +1,11 @@
 """docs/serving.md names every endpoint of the server and every field of its requests, and no others."""
 
-import argparse
 import re
 from pathlib import Path
 
-from longctx.cli.arguments import serve
-from longctx.serving.server.gate import ADMIN_PATHS, OPEN_PATHS
-from longctx.serving.server.schemas.chat import ChatBody
-from longctx.serving.server.schemas.completions import CompletionBody
+from longctx.cli import command_parser
+from longctx.serving.server.auth import ADMIN_PATHS, OPEN_PATHS
+from longctx.serving.server.schemas import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -45,9 +43,7 @@ def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:
 
 
 def test_flags_of_the_server_exist() -> None:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    known = {option for action in parser._actions for option in action.option_strings}
+    known = {option for action in command_parser("serve")._actions for option in action.option_strings}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE.replace(section("Behind a router"), "")))
     assert named - known == set()
     assert len(named) > 15

@@ -146,7 +146,7 @@ def test_no_markdown_is_left_in_paragraphs(site: Site) -> None:
 
 def test_papers_name_files_that_are_there() -> None:
     text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
-    paths = re.findall(r"\[([\w/.]+)\]\(\.\./(longctx/[\w/.]+)\)", text)
+    paths = re.findall(r"\[([\w/.]+)\]\(\.\./((?:longctx|papers)/[\w/.]+)\)", text)
     assert len(paths) > 50
     assert [path for label, path in paths if not (ROOT / path).exists() or not path.endswith(label)] == []
 

@@ -159,7 +159,7 @@ for planned in best_of_each(result.plans)[:6]:
         f"{plan.stage:5} x {plan.context:7} x {plan.tensor:6} {planned.devices:6} {seconds} {planned.mfu:5.0%} "
         f"{planned.gpu_seconds:12,.0f}"
     )
-reasons = collections.Counter(each.reason for each in result.fallen)
+reasons = collections.Counter(each.reason for each in result.rejected)
 print("\nfallen:", ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common()))
 best = result.plans[0]
 assert (best.deployment.plan.stage, best.deployment.plan.context, best.deployment.plan.tensor) == (4, 4, 8)

@@ -8,18 +8,29 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx import __version__
-from longctx.cli.arguments.engine import PRESETS, flag
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
-COMMANDS = (
-    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "plan", "profile", "quantize"),
-    *("replay", "serve", "simulate"),
-)
+COMMANDS = {
+    "bench": "Serve a workload, from a file or synthetic, and measure TTFT, TPOT and tokens per second.",
+    "chat": "Talk to a model in the terminal, about files too; each turn reads only what is new.",
+    "demo": "Hide pass keys in a long document and ask the built-in model for them.",
+    "doctor": "Check this machine: versions, devices, links, compile cache, extras, and what would be picked here and "
+    "why. With --model, check all files of a checkpoint. A line for each problem; exit status 1 if there is any.",
+    "generate": "Continue a prompt with a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint.",
+    "group-secret": "Print a new secret, which all processes of a group then get by --group-secret-file.",
+    "plan": "Search the parallel plan of a model on up to N GPUs: what meets a target, and why others don't.",
+    "profile": "Measure an engine's steps and fit the runtime predictor that scheduling uses.",
+    "quantize": "Quantise a checkpoint's weights to FP8 with a scale for each output row.",
+    "replay": "Replay what an engine recorded: as it was, under other settings, or on the model.",
+    "serve": "Serve a model over HTTP, as OpenAI's API; with --cluster many engines behind one address.",
+    "simulate": "Serve a workload in virtual time, on devices that need not be there.",
+}
+"""Summaries of the commands; `longctx.cli.commands` has their flags, the module of its name runs each."""
 
 
 def program() -> NoReturn:
-    """`main` as a program of its own, which Ctrl-C ends at once."""
+    """Run `main` as a program of its own, which Ctrl-C ends at once."""
     interrupts.watch()
     status = main()
     if status:
@@ -33,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status; an error is one line on standard error."""
     try:
         with stdout_is_ours():
-            return _run(arguments)
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:
         return report_error("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the text has left, such as `head`
+    except BrokenPipeError:  # the reader of the text has left, such as `head`
         return FAILED
     except (OSError, ValueError) as error:
         return report_error(str(error), WRONG)
@@ -44,28 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(f"failed: {type(error).__name__}: {error}", FAILED)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
-    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers: dict[str, argparse.ArgumentParser] = {}
-    for name in COMMANDS:
-        module = name.replace("-", "_")
-        flags = importlib.import_module(f"longctx.cli.arguments.{module}")
-        sub = commands.add_parser(name, help=flags.SUMMARY, description=flags.SUMMARY)
-        sub.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
-        flags.add_arguments(sub)
-        sub.set_defaults(command=module)
-        parsers[name] = sub
-    options = _parse(parser, parsers, sys.argv[1:] if arguments is None else list(arguments))
+def _run(arguments: list[str]) -> int:
+    name, options = parse(arguments)
     set_xla_flags()  # before JAX starts
     set_memory_fraction()
     # Only now, so that `--help` doesn't wait for JAX.
-    command = importlib.import_module(f"longctx.cli.{options.command}")
-    if hasattr(options, "no_compile_cache"):
+    command = importlib.import_module(f"longctx.cli.{name.replace('-', '_')}")
+    if hasattr(options, "compile_cache"):
         from longctx.cli import compile_cache
 
-        compile_cache.enable(not options.no_compile_cache)
+        compile_cache.enable(options.compile_cache)
     try:
         return command.run(options)
     except RuntimeError as error:
@@ -74,24 +73,59 @@ def _run(arguments: Sequence[str] | None) -> int:
         return report_error(f"failed: {str(error).splitlines()[0]}", FAILED)
 
 
-def _parse(
-    parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser], arguments: list[str]
-) -> argparse.Namespace:
-    """Parse the command line; of a command that takes them, the flags of `--preset` and of a `--config` file too."""
-    options = parser.parse_args(arguments)
-    at = next(i for i, argument in enumerate(arguments) if argument in parsers)
-    file = getattr(options, "config", None)
-    if file is not None:
-        from longctx.cli.config_file import config_arguments  # few commands have one
+def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
+    """Parse a command line, with the flags of its `--preset` and of a `--config` file, which it overrides.
 
-        more = config_arguments(parsers[arguments[at]], file, arguments[at + 1 :])
-        arguments = [*arguments[: at + 1], *more, *arguments[at + 1 :]]
+    Returns:
+      The command's name, and its options; `fields` of these says where the fields of settings are.
+
+    Raises:
+      ValueError: a flag is out of range, or a file can't be read; the message names the flag.
+      SystemExit: the help was printed, or what is wrong with the command line.
+    """
+    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
+    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    given = next((each for each in arguments if each in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary, add_help=False)
+        if name == given:
+            command = sub
+            add_command_flags(sub, name)
+    options = parser.parse_args(arguments)
+    assert given is not None
+    from longctx.cli.config_file import config_arguments, preset_arguments
+    from longctx.cli.flags import check_options
+
+    at = arguments.index(given) + 1
+    if getattr(options, "config", None) is not None:
+        arguments[at:at] = config_arguments(command, options.config, arguments[at:])
         options = parser.parse_args(arguments)
-    preset = getattr(options, "preset", None)
-    if preset is None:
-        return options
-    more = [f"{flag(name)}={value}" for name, value in PRESETS[preset].items()]
-    return parser.parse_args([*arguments[: at + 1], *more, *arguments[at + 1 :]])
+    if getattr(options, "preset", None) is not None:
+        arguments[at:at] = preset_arguments(options.preset)
+        options = parser.parse_args(arguments)
+    check_options(options)
+    return given, options
+
+
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """Return a parser of the flags of a command alone."""
+    parser = argparse.ArgumentParser(prog=f"longctx {command}", add_help=False)
+    add_command_flags(parser, command)
+    return parser
+
+
+def add_command_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the flags of a command to its parser."""
+    from longctx.cli.commands import FLAGS
+    from longctx.cli.flags import add_flags
+
+    add_flags(parser, FLAGS[command])
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
+    parser.add_argument("-h", "--help", action="help", help="show this help message and exit")
+    shown = [each for each in parser._actions if each.required or not each.option_strings]
+    words = [f"{each.option_strings[0]} {each.metavar}" if each.option_strings else each.metavar for each in shown]
+    parser.usage = " ".join(["%(prog)s", *map(str, words), "[FLAG ...]"])
 
 
 def _is_of_device(error: RuntimeError) -> bool:

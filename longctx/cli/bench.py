@@ -7,19 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from longctx.cli.engine_flags import (
-    check_memory,
-    engine_config,
-    make_engine,
-    note_kernels,
-    parallel_plan,
-)
+from longctx.cli.engine import check_memory, initialize_processes, load_engine, make_parameter_mesh, show_compiling
 from longctx.cli.files import check_input
-from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
-from longctx.cli.prompt_progress import show_compiling
+from longctx.cli.settings import engine_config, parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
-from longctx.cli.workload_flags import check_outputs, check_workload, make_workload
-from longctx.models import load_checkpoint, resolve_model
+from longctx.cli.workload import check_outputs, check_workload, make_workload
+from longctx.models import resolve_model
 from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineStats
 from longctx.serving.distributed import ProcessGroup
@@ -47,10 +40,9 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
     least_pages = -(-(longest - 1) // config.page_size)
     check_memory(console, model, config, plan, mesh, dtype, least_pages=least_pages)
 
-    model, params = load_checkpoint(options.model, mesh, dtype)
-    note_kernels(console, model, config, dtype)
     record = Record()
-    engine = make_engine(options, model, params, config, mesh=mesh, monitor=record.steps.append, process_group=group)
+    more: dict[str, Any] = {"monitor": record.steps.append, "process_group": group}
+    engine = load_engine(options, options.model, config, mesh, dtype, console, **more)
     if not group.is_first:
         engine.follow()
         return 0
@@ -73,7 +65,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
             f"skipped {num_skipped} of {num_skipped + len(requests)} requests, longer than {options.max_length} tokens"
         )
     if options.plot is not None:
-        plots.plot(record, options.plot)
+        plots.write_drawing(lambda: plots.draw_record(record), options.plot)
     if record.failed:
         return report_error(f"failed: {record.failed} of {len(requests)} requests", FAILED)
     return 0

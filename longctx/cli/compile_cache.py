@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from longctx.cli.cache_folder import VARIABLE, cache_root
+from longctx.cli.files import CACHE_VARIABLE, cache_root
 
 _MAX_BYTES = 1 << 30
 _UNUSED_DAYS = 30
@@ -38,8 +38,8 @@ def enable(is_wanted: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        if os.environ.get(VARIABLE):
-            raise ValueError(f"{VARIABLE} must be a folder that can be written to: {error}") from None
+        if os.environ.get(CACHE_VARIABLE):
+            raise ValueError(f"{CACHE_VARIABLE} must be a folder that can be written to: {error}") from None
         return
     _remove_unused(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -51,7 +51,7 @@ def enable(is_wanted: bool) -> None:
 
 
 def _compiler() -> str:
-    """What compiled programs depend on beyond JAX's own key: a CPU that lacks an instruction would crash in them."""
+    """Return what programs depend on beyond JAX's own key: a CPU that lacks an instruction would crash in them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         processor = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))})

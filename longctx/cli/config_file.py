@@ -1,11 +1,16 @@
-"""Flags from a TOML file: each by its name, with dashes or underscores. Those of the command line win."""
+"""Flags from TOML files and presets, as arguments. Those of the command line override them."""
 
 import argparse
 import difflib
 import tomllib
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from longctx.cli.flags import flag
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
 
 _NOT_IN_FILES = {"help", "config"}
 
@@ -75,3 +80,15 @@ def _to_arguments(place: str, option: str, action: argparse.Action, value: Any) 
         if isinstance(each, bool) or not isinstance(each, str | int | float):
             raise ValueError(f"{place} must be a string or a number, got {each!r}")
     return [f"{option}={each}" for each in values]
+
+
+def preset_arguments(preset: str) -> list[str]:
+    """Return the settings of a paper, those of `EngineConfig` and `ParallelPlan` of the same name, as arguments."""
+    config, plan = getattr(EngineConfig, preset)(), getattr(ParallelPlan, preset, ParallelPlan)()
+    found: list[str] = []
+    for made, usual in ((config, EngineConfig()), (config.slo, EngineConfig().slo), (plan, ParallelPlan())):
+        for name in (each.name for each in fields(made) if each.name != "slo"):
+            value = getattr(made, name)
+            if value != getattr(usual, name):
+                found.append(f"{flag(name)}={value}")
+    return found

@@ -29,7 +29,7 @@ class Turn:
 
 
 class Prompt(NamedTuple):
-    """What the model reads next: the text, its tokens, and the turn that it ends with.
+    """Prompt that the model reads next: the text, its tokens, and the turn that it ends with.
 
     `is_rewritten` says that the chat template changed the text of earlier turns, so that from there on the model has to
     read again.

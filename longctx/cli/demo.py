@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from longctx.cli import prompt_progress
-from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import LOWER, check_memory, naming_flags, note_kernels
+from longctx.cli.engine import LOWER, check_memory, decode_rate, load_engine, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
+from longctx.cli.flags import naming
 from longctx.cli.terminal import FAILED, Console, report_error
-from longctx.models import Llama, Tokenizer, load_checkpoint, load_tokenizer, passkey
+from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
@@ -37,15 +36,12 @@ class Question:
 def run(options: argparse.Namespace) -> int:
     if (options.document is None) != (options.question is None):
         raise ValueError("--document and --question go together")
-    for name, least in (("questions", 1), ("chunk_size", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{flag(name)} must be at least {least}, got {getattr(options, name)}")
     console = Console(options.quiet)
     (model, dtype), tokenizer = read_model(TINY), load_tokenizer(TINY)
     notes: list[Question] = []
     if options.document is None:
         _check_lengths(options, model, tokenizer)
-        with naming_flags({"num_bytes": "--tokens", "num_facts": "--questions"}):
+        with naming({"num_bytes": "--tokens", "num_facts": "--questions"}):
             document = passkey.make_document(options.tokens, options.questions, options.seed)
         # The note has a seed that no document has. Its questions are answered while the document is prefilled.
         note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
@@ -59,10 +55,8 @@ def run(options: argparse.Namespace) -> int:
     if options.document is None:
         print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
         print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
-    model, params = load_checkpoint(TINY)
-    note_kernels(console, model, config, dtype)
-    engine = Engine(model, params, config, tokenizer=tokenizer)
-    compiling = prompt_progress.show_compiling(engine.compile, console, engine)
+    engine = load_engine(options, TINY, config, None, dtype, console, tokenizer=tokenizer)
+    compiling = show_compiling(engine.compile, console, engine)
     conversation = _Conversation(engine, questions, notes, console)
     conversation.run()
     if failures := conversation.failures:
@@ -145,7 +139,7 @@ class _Conversation:
         self._start = time.monotonic()
         self._reader = self._ask(self._first)
         waiting = list(self._notes)
-        for events in prompt_progress.steps(self._engine, self._reader, self._console):
+        for events in steps(self._engine, self._reader, self._console):
             if not self._is_read and any(event.request_id == self._reader for event in events):
                 self._is_read = True
                 self._seconds = time.monotonic() - self._start
@@ -169,7 +163,7 @@ class _Conversation:
         lines = (
             f"prefill  {self._prompt_tokens / self._seconds:,.0f} tokens/s",
             f"TTFT     {', '.join(f'{_range(some)} {what}' for what, some in ttft.items() if some)}",
-            f"decode   {prompt_progress.decode_rate(outputs['later'] or outputs['first'])}",
+            f"decode   {decode_rate(outputs['later'] or outputs['first'])}",
         )
         return "\n".join(lines)
 
@@ -182,7 +176,7 @@ class _Conversation:
         """Share of the document that has been prefilled."""
         if self._is_read:
             return 1.0
-        done, total = self._engine.progress(self._reader)
+        done, total = self._engine.requests[self._reader].progress
         return done / total
 
     def _show(self, output: Output) -> None:

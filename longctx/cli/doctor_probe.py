@@ -1,4 +1,4 @@
-"""The process that `doctor_jax` starts: what JAX has here, and what longctx would pick and why, as a line of JSON."""
+"""The process that `ask_jax` starts: what JAX has here, and what longctx would pick and why, as a line of JSON."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def _choices(report: Report, devices: list[Any]) -> None:
 
 
 def _exchange(report: Report, num_devices: int) -> None:
-    """What `choose_ring` answers for a long prompt, and for a token after it."""
+    """Report what `choose_ring` answers for a long prompt, and for a token after it."""
     if num_devices == 1:
         report.note("picked", "exchange", "none: there is one device")
         return

@@ -1,4 +1,4 @@
-"""What `longctx doctor` found: sections of names and values, problems, and hints."""
+"""Report of `longctx doctor`: sections of names and values, problems, and hints."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ MAX_CHARACTERS = 300
 
 
 class Finding(NamedTuple):
-    """What is not as it should be, and what to do about it."""
+    """A problem or a hint, and what to do about it."""
 
     text: str
     remedy: str
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Report:
-    """What was found.
+    """Findings of a run.
 
     Attributes:
       sections: values by their names, by section.

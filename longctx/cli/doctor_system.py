@@ -1,4 +1,4 @@
-"""What `longctx doctor` finds out without JAX: versions, the cache of compiled programs, disks, extras."""
+"""Checks of `longctx doctor` without JAX: versions, the cache of compiled programs, disks, extras."""
 
 import importlib.metadata
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import longctx
 from longctx import extras
-from longctx.cli.cache_folder import VARIABLE, cache_root
 from longctx.cli.doctor_report import Report, first_line, shown
+from longctx.cli.files import CACHE_VARIABLE, cache_root
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[\w,.-]*\])?\s*(>=\s*(?P<least>[\d.]+))?\s*(;\s*(?P<marker>.*))?")
 # Of NVIDIA's packages, those that decide what runs.
@@ -36,7 +36,7 @@ def examine(report: Report) -> None:
 
 
 def examine_extras(report: Report) -> None:
-    """What each extra is for, and whether it is installed."""
+    """Report what each extra is for, and whether it is installed."""
     with report.asking("extras", "report it, with --json"):
         for name, extra in extras.EXTRAS.items():
             lacking = extras.missing(name)
@@ -98,7 +98,7 @@ def _driver(report: Report) -> None:
 
 
 def _compile_cache(report: Report) -> None:
-    named, own = os.environ.get(VARIABLE), os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    named, own = os.environ.get(CACHE_VARIABLE), os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if own:
         report.note("compile cache", "folder", f"{shown(own)}, by JAX_COMPILATION_CACHE_DIR")
         return
@@ -106,17 +106,17 @@ def _compile_cache(report: Report) -> None:
         root = cache_root()
     except RuntimeError as error:
         report.note("compile cache", "folder", "none")
-        report.hint(f"the user has no folder for caches: {error}", f"name one by {VARIABLE}")
+        report.hint(f"the user has no folder for caches: {error}", f"name one by {CACHE_VARIABLE}")
         return
-    report.note("compile cache", "folder", f"{shown(root)}, {f'by {VARIABLE}' if named else 'the default'}")
+    report.note("compile cache", "folder", f"{shown(root)}, {f'by {CACHE_VARIABLE}' if named else 'the default'}")
     reason = _why_not_written(root / "programs")
     report.note("compile cache", "usable", "yes" if reason is None else f"no: {reason}")
     if reason is not None:
         text = f"compiled programs can't be kept in {shown(root)}: {reason}"
         if named:  # commands refuse it
-            report.problem(text, f"unset {VARIABLE}, or name a folder that can be written to")
+            report.problem(text, f"unset {CACHE_VARIABLE}, or name a folder that can be written to")
         else:
-            report.hint(text, f"name another folder by {VARIABLE}; commands compile anew each time")
+            report.hint(text, f"name another folder by {CACHE_VARIABLE}; commands compile anew each time")
         return
     sizes = [path.stat().st_size for path in (root / "programs").rglob("*-cache") if path.is_file()]
     report.note("compile cache", "size", f"{sum(sizes) / 2**20:,.1f} MiB, {len(sizes):,} programs")

@@ -1,4 +1,4 @@
-"""Files and texts that flags give, checked before anything is loaded."""
+"""Files and texts that flags give, checked before anything is loaded, and the folder of what commands keep."""
 
 import io
 import os
@@ -33,7 +33,7 @@ def _text(flag: str, path: Path, contents: bytes) -> str:
 
 
 def read_document(name: str, path: Path, max_bytes: int) -> str:
-    """The text of a file that somebody names in passing, of at most so many bytes.
+    """Read the text of a file that a message names, of at most `max_bytes`.
 
     Raises:
       ValueError: as from `read_text`, or it is no regular file, or larger, or binary.
@@ -89,3 +89,14 @@ def check_output(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {path} can't be written: {error.strerror}") from None
     if is_new:
         path.unlink(missing_ok=True)
+
+
+CACHE_VARIABLE = "LONGCTX_CACHE"
+
+
+def cache_root() -> Path:
+    """The folder of `LONGCTX_CACHE`, or else the user's cache folder; RuntimeError: the user has no home."""
+    import platformdirs
+
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else platformdirs.user_cache_path("longctx")

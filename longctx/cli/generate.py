@@ -3,14 +3,23 @@
 import argparse
 import sys
 
-from longctx.cli import prompt_progress
-from longctx.cli.engine_flags import LOWER, check_memory, given_topology, note_kernels, parallel_plan, sampling_params
+from longctx.cli.engine import (
+    LOWER,
+    check_memory,
+    decode_rate,
+    initialize_processes,
+    load_engine,
+    make_parameter_mesh,
+    show_compiling,
+    steps,
+)
 from longctx.cli.files import check_prompt, read_text
-from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
+from longctx.cli.flags import read
+from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, report_error
-from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
+from longctx.models import Llama, load_tokenizer, resolve_model
 from longctx.models.checkpoint import read_model
-from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
+from longctx.serving import EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 
 PAGE_SIZE = 64
@@ -21,11 +30,9 @@ _LOWER = LOWER | {
 
 
 def run(options: argparse.Namespace) -> int:
-    sampling = sampling_params(options)
+    sampling = read(SamplingParams, options)
     if sampling.n > options.max_running:
         raise ValueError(f"--n must be at most --max-running={options.max_running}, got {sampling.n}")
-    if options.chunk_size < 1:
-        raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
     if options.prompt is None:
         text = read_text("--prompt-file", options.prompt_file)
     else:
@@ -50,19 +57,15 @@ def _generate(
     config = _config(model, len(tokens), sampling, options.chunk_size, options.kv_dtype)
     mesh = make_parameter_mesh(options, plan, group, console)
     check_memory(console, model, config, plan, mesh, dtype, _LOWER)
-    model, params = load_checkpoint(options.model, mesh, dtype)
-    note_kernels(console, model, config, dtype)
-    engine = Engine(
-        model, params, config, mesh, tokenizer, plan=plan, process_group=group, topology=given_topology(options)
-    )
+    engine = load_engine(options, options.model, config, mesh, dtype, console, tokenizer=tokenizer, process_group=group)
     if not group.is_first:
         engine.follow()
         return 0
-    compiling = prompt_progress.show_compiling(engine.compile, console, engine)
+    compiling = show_compiling(engine.compile, console, engine)
 
     request_id = engine.submit(Request(tokens, sampling))
     printer = _Printer(sampling.n)
-    for events in prompt_progress.steps(engine, request_id, console):
+    for events in steps(engine, request_id, console):
         for event in events:
             printer.show(event)
 
@@ -76,7 +79,7 @@ def _generate(
         f"\nprompt   {len(tokens):,} tokens\n"
         f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
         f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"
-        f"decode   {prompt_progress.decode_rate(printer.outputs)}"
+        f"decode   {decode_rate(printer.outputs)}"
     )
     return 0
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from longctx.serving.distributed.group_secret import make_group_secret
+from longctx.serving.distributed.environment import make_group_secret
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Where the messages of a chat come from: a line editor on a terminal, else the lines of standard input."""
+"""Readers of the messages of a chat: a line editor on a terminal, else the lines of standard input."""
 
 import os
 import sys
@@ -80,7 +80,7 @@ class TerminalReader:
         )
 
     def read(self) -> str | None:
-        """What was entered.
+        """Return what was entered.
 
         Raises:
           KeyboardInterrupt: Ctrl-C.

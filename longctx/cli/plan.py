@@ -1,4 +1,4 @@
-"""`longctx plan`: search the parallel plan of a model on so many GPUs."""
+"""`longctx plan`: search the parallel plan of a model on a number of GPUs."""
 
 import argparse
 import collections
@@ -10,17 +10,16 @@ import re
 import shlex
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.config_flags import given_topology
 from longctx.cli.files import check_input, check_output
-from longctx.cli.naming import naming_flags, prefixing
-from longctx.cli.simulate_flags import MAX_DEVICES, named_model
+from longctx.cli.flags import flag, naming, prefixing
+from longctx.cli.settings import given_topology
+from longctx.cli.simulated import named_model
 from longctx.cli.terminal import FAILED, Console
-from longctx.cli.workload_flags import MIN_RATE
+from longctx.cli.workload import MIN_RATE
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
-from longctx.simulation.planner.search import Fallen, Found, Goal, Planned, best_of_each, search
-from longctx.simulation.reports.usage import summarize_deployment
+from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, best_of_each, search
+from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     topology = given_topology(options)
     assert topology is not None
     requests = _requests(options)
-    with naming_flags(_NAMES | {"output_tokens": "--output-tokens"}):
+    with naming(_NAMES | {"output_tokens": "--output-tokens"}):
         goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
         with console.bar(desc="plans", unit="plan") as bar:
 
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         order = sorted(range(len(best)), key=lambda at: (-((served[at] or {}).get("in_time") or 0.0), at))
         best, served = [best[at] for at in order], [served[at] for at in order]
     print(_table(best, served, options.price) if best else _nearest(found, options))
-    print(f"\n{_fallen(found)}")
+    print(f"\n{_rejections(found)}")
     checked = None
     if best:
         checked = None if options.no_check else _simulate(best[0], goal, console)
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             "goal": dataclasses.asdict(goal),
             "plans": [_plain(planned, summary) for planned, summary in zip(best, served, strict=True)],
             "simulated": None if checked is None else checked._asdict(),
-            "fallen": [_plain_fallen(each) for each in found.fallen],
+            "fallen": [_plain_rejected(each) for each in found.rejected],
         }
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     return 0 if best else FAILED
@@ -94,20 +93,8 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("gpus", "host_gpus", "best", "jobs", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
-    if options.gpus > MAX_DEVICES:
-        raise ValueError(f"--gpus must be at most {MAX_DEVICES:,}, got {options.gpus}")
-    for name in ("ttft", "tpot", "price"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{flag(name)} must be above 0, got {value}")
     if options.rate is not None and not options.rate >= MIN_RATE:
         raise ValueError(f"--qps must be at least {MIN_RATE}, got {options.rate}")
-    if options.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {options.seed}")
     for name in ("limit", "rate"):
         if getattr(options, name) is not None and options.workload is None:
             raise ValueError(f"{'--qps' if name == 'rate' else flag(name)} needs --workload")
@@ -207,27 +194,28 @@ def _served(summary: dict[str, Any] | None) -> list[str]:
     return [*shown, "-" if summary["in_time"] is None else f"{summary['in_time']:.1%}"]
 
 
-def _nearest(found: Found, options: argparse.Namespace) -> str:
-    """What comes nearest where no plan does."""
+def _nearest(found: SearchResult, options: argparse.Namespace) -> str:
+    """Describe the plans that come nearest where none meets the target."""
     nearest, seen = [], set()
-    for each in found.fallen:
+    for each in found.rejected:
         if each.plan not in seen:
             nearest.append(f"  {describe(each.plan)}, {each.chunking}: {each.text}")
         seen.add(each.plan)
     return "\n".join(["no plan meets the target; the nearest:", *nearest[: options.best]])
 
 
-def _fallen(found: Found) -> str:
-    """How many plans fall for which reason, and the nearest of each."""
-    counts = collections.Counter(each.reason for each in found.fallen)
-    first: dict[str, Fallen] = {}
-    for each in found.fallen:
+def _rejections(found: SearchResult) -> str:
+    """Describe how many plans are rejected for each reason, and the nearest of each."""
+    counts = collections.Counter(each.reason for each in found.rejected)
+    first: dict[str, RejectedPlan] = {}
+    for each in found.rejected:
         first.setdefault(each.reason, each)
     lines = []
     for reason, count in counts.most_common():
         plan, chunking, _, text, _ = first[reason]
         lines.append(f"  {count:>4} by {reason:<7} such as {describe(plan)}, {chunking}: {text}")
-    return "\n".join([f"{len(found.plans)} plans and ways to chunk meet the target, {len(found.fallen)} fall", *lines])
+    met, missed = len(found.plans), len(found.rejected)
+    return "\n".join([f"{met} plans and ways to chunk meet the target, {missed} fall", *lines])
 
 
 def _plain(planned: Planned, summary: dict[str, Any] | None) -> dict[str, Any]:
@@ -245,7 +233,7 @@ def _plain(planned: Planned, summary: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _plain_fallen(each: Fallen) -> dict[str, Any]:
+def _plain_rejected(each: RejectedPlan) -> dict[str, Any]:
     return {
         "plan": dataclasses.asdict(each.plan),
         "chunking": each.chunking,

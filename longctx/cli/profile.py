@@ -6,17 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import (
-    check_memory,
-    engine_config,
-    make_engine,
-    note_kernels,
-    parallel_plan,
-    plan_mesh,
-)
+from longctx.cli.engine import check_memory, describe_kernels, make_engine, plan_mesh, show_compiling
 from longctx.cli.files import check_output
-from longctx.cli.prompt_progress import show_compiling
+from longctx.cli.settings import engine_config, parallel_plan
 from longctx.cli.terminal import Console
 from longctx.models import load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
@@ -30,19 +22,15 @@ from longctx.serving.profiler import links, longest_context, measure, profile, r
 def run(options: argparse.Namespace) -> int:
     console = Console(options.quiet)
     check_output("FILE", options.out)
-    for name, low in (("repeats", 1), ("check", 0), ("max_context", 1)):
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
     options.model = resolve_model(options.model, options.quiet)
     model, dtype = read_model(options.model, options.dtype)
-    config = engine_config(options, max_length=options.max_length)
+    config = engine_config(options)
     plan = parallel_plan(options)
     mesh = plan_mesh(plan)
     check_memory(console, model, config, plan, mesh, dtype)
     model, params = load_checkpoint(options.model, mesh, dtype)
-    note_kernels(console, model, config, dtype)
-    engine = make_engine(options, model, params, config, mesh=mesh)
+    console.note(describe_kernels(model, config, dtype))
+    engine = make_engine(options, model, params, config, mesh)
     about = subject(model, params, config, plan)
     room = longest_context(engine)
     context = min(16_384, room) if options.max_context is None else options.max_context
@@ -51,12 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
     if plan.context == 1:
         show_compiling(engine.warm_up, console, engine)  # on several ranks there are more programs than are measured
-    with console.bar(desc="measuring", unit="batch") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with console.progress("measuring", "batch") as progress:
         predictor, measured = profile(engine, context, options.repeats, progress)
     notes: dict[str, Any] = {
         "jax": jax.__version__,
@@ -87,7 +70,7 @@ def table(predictor: RuntimePredictor | MeshPredictor) -> str:
     """A table of the coefficients, with a line for each program."""
     if isinstance(predictor, MeshPredictor):
         return _mesh_table(predictor)
-    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of so many tokens, for each key, ns"]
+    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of N tokens, for each key, ns"]
     for program in predictor.programs:
         tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
         lines.append(f"{program.rows:>6}  {1e3 * program.fixed:>9.2f}  {1e6 * program.per_sample:>12.1f}  {tiles}")

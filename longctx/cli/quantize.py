@@ -10,12 +10,7 @@ from longctx.serving.engine.memory import in_units
 def run(options: argparse.Namespace) -> int:
     console = Console(options.quiet)
     model = resolve_model(options.model, options.quiet)
-    with console.bar(desc="quantising", unit="tensor", leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with console.progress("quantising", "tensor", leave=False) as progress:
         interrupts.leave_to_python()  # so that what was begun is removed
         quantize_checkpoint(model, options.out, options.modules, progress)
     size = sum(path.stat().st_size for path in options.out.glob("*.safetensors"))

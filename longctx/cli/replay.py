@@ -5,10 +5,9 @@ import dataclasses
 import json
 from typing import Any
 
-from longctx.cli.arguments.engine import SLO, flag
-from longctx.cli.arguments.replay import SETTINGS
+from longctx.cli.commands import AXES, CHANGES
 from longctx.cli.files import check_output
-from longctx.cli.naming import naming_flags
+from longctx.cli.flags import flag, naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.reader import RecordedLog
@@ -26,7 +25,7 @@ from longctx.simulation.incident.explain import Explainer, Span
 from longctx.simulation.incident.replayer import Differs, Replayer
 from longctx.simulation.incident.text import describe_scheduler
 
-_PLAN = ("stage", "context", "tensor")
+_SLO = ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +63,7 @@ def _replay(log: RecordedLog, options: argparse.Namespace, console: Console) -> 
         return found
     config, num_pages = _changed(log, options)
     if config != log.header.config or num_pages != log.header.num_pages:
-        with naming_flags((*SETTINGS, "buckets")):
+        with naming((*CHANGES, "buckets")):
             alternative = Alternative(log, baseline, config, num_pages)
             alternative.run()
         difference = alternative.difference
@@ -95,7 +94,7 @@ def _summarize(log: RecordedLog, baseline: Baseline) -> dict[str, Any]:
 def _changed(log: RecordedLog, options: argparse.Namespace) -> tuple[EngineConfig, int]:
     """The settings to replay under."""
     config = log.header.config
-    changes = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    changes = {name: getattr(options, name) for name in CHANGES if getattr(options, name) is not None}
     num_pages = changes.pop("num_pages", log.header.num_pages)
     if num_pages < 1:
         raise ValueError(f"--num-pages must be at least 1, got {num_pages}")
@@ -103,7 +102,7 @@ def _changed(log: RecordedLog, options: argparse.Namespace) -> tuple[EngineConfi
         changes["slo"] = _slo(config.slo, options.slo)
     if "token_budget" in changes:
         changes["buckets"] = None
-    with naming_flags((*SETTINGS, "buckets")):
+    with naming((*CHANGES, "buckets")):
         return dataclasses.replace(config, **changes), num_pages
 
 
@@ -115,8 +114,8 @@ def _slo(slo: Slo, text: str) -> Slo:
             changes[name] = None if (name, value) == ("tpot", "none") else float(value)
         except ValueError:
             raise ValueError(f"--slo must be NAME=X[,NAME=X], got {text!r}") from None
-        if name not in SLO:
-            raise ValueError(f"--slo must name {', '.join(SLO)}, got {name!r}")
+        if name not in _SLO:
+            raise ValueError(f"--slo must name {', '.join(_SLO)}, got {name!r}")
     try:
         return dataclasses.replace(slo, **changes)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -166,14 +165,12 @@ def _line(span: Span, arrival: float) -> str:
 def _check(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_output("--json", options.json)
-    given = [name for name in _PLAN if getattr(options, name) is not None]
+    given = [name for name in AXES if getattr(options, name) is not None]
     if given and options.model is None:
         raise ValueError(f"{flag(given[0])} needs --model: tokens are computed on that plan")
     looks = [name for name in ("until", "explain", "model") if getattr(options, name) is not None]
     looks += ["accuracy"] * options.accuracy
-    changes = [name for name in (*SETTINGS, "slo") if getattr(options, name) is not None]
+    changes = [name for name in (*CHANGES, "slo") if getattr(options, name) is not None]
     if len(looks) + bool(changes) > 1:
         both = [*looks, *changes]
         raise ValueError(f"{flag(both[0])} and {flag(both[1])} can't be given together")
-    if options.until is not None and options.until < 0:
-        raise ValueError(f"--until must be at least 0, got {options.until}")

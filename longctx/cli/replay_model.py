@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from longctx.cli import compile_cache, prompt_progress
-from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import naming_flags, note_kernels, plan_mesh
+from longctx.cli import compile_cache
+from longctx.cli.commands import AXES
+from longctx.cli.engine import describe_kernels, plan_mesh, show_compiling
+from longctx.cli.flags import flag, naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, checkpoint_fingerprint, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.params import Params
@@ -27,8 +28,8 @@ def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Cons
     if header.is_private:
         raise ValueError(f"--model: {log.directory} is private: it has no tokens, and only decisions can be replayed")
     path = resolve_model(options.model, options.quiet)
-    axes = {axis: getattr(options, axis) for axis in ("stage", "context", "tensor")}
-    with naming_flags(tuple(axes)):
+    axes = {axis: getattr(options, axis) for axis in AXES}
+    with naming(AXES):
         plan = dataclasses.replace(header.plan, **{axis: size for axis, size in axes.items() if size is not None})
     mesh = plan_mesh(plan)
     model, params = load_checkpoint(path, mesh, options.dtype or header.dtype)
@@ -36,11 +37,11 @@ def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Cons
         raise ValueError(f"--model: {path} is of another shape than the recorded model, {header.model_name}")
     if header.weights is not None and checkpoint_fingerprint(path) != header.weights:
         console.note(f"weights  of {path} are not those of the recorded model, {header.model_name}")
-    note_kernels(console, model, header.config, params["embed"].dtype)
+    console.note(describe_kernels(model, header.config, params["embed"].dtype))
     tokenizer = _load_tokenizer(path)
     if plan == header.plan:
         replay = ModelReplay(log, model, params, mesh, tokenizer)
-        prompt_progress.show_compiling(replay.compile, console)
+        show_compiling(replay.compile, console)
         steps, mismatch = replay.run()
         if mismatch is None:
             print(f"replayed {steps:,} steps on {options.model}: every decision and every token is the same")
@@ -80,7 +81,7 @@ def _report(mismatch: Mismatch, gap: float | None) -> int:
 def _gap(
     mismatch: Mismatch, model: Llama, params: Params, header: Header, plan: ParallelPlan, tokenizer: Tokenizer | None
 ) -> float | None:
-    """How far apart the two best logits are, in whose place tokens differ; None where more than they decide."""
+    """Return the gap of the two best logits where tokens differ; None where more than they decide."""
     if mismatch.sampling.temperature > 0 or mismatch.sampling.has_penalties:
         return None
     size = header.config.page_size

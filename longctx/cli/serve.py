@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -10,53 +11,62 @@ import sys
 import tempfile
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from longctx import extras
-from longctx.cli.engine_flags import check_memory, make_engine, naming_flags, note_kernels, parallel_plan
+from longctx.cli.engine import (
+    check_memory,
+    describe_kernels,
+    initialize_processes,
+    load_engine,
+    make_parameter_mesh,
+    show_compiling,
+)
 from longctx.cli.files import check_input
-from longctx.cli.join_flags import check_join_flags, joining
-from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
-from longctx.cli.prompt_progress import show_compiling
-from longctx.cli.serve_flags import (
-    OBSERVER_NAMES,
+from longctx.cli.flags import flag, naming, read
+from longctx.cli.serve_settings import (
     address_text,
-    admission_limits,
     chat_template_text,
+    check_join_flags,
+    check_transfer_flags,
     check_weights,
+    follower_messenger,
+    joining,
     model_names,
     observer_settings,
     serve_config,
     server_settings,
+    transfer_maker,
 )
+from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts
-from longctx.cli.transfer_flags import check_transfer_flags, follower_messenger, transfer_maker
-from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
+from longctx.cluster.launcher.supervised import end_with_parent
+from longctx.models import Llama, load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
 from longctx.models.checkpoint_verify import checkpoint_fingerprint
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, EngineConfig
+from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.distributed import ProcessGroup
-from longctx.serving.engine.admission_control import AdmissionLimits
 from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)  # its one line says which kernels serve
-if TYPE_CHECKING:
-    from longctx.serving.server.observers import ObserverSettings
 
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.end_with_stdin:
+        end_with_parent()
     extras.check("serve", "longctx serve")
     from longctx.serving.server.http_server import bind
 
@@ -66,13 +76,14 @@ def run(options: argparse.Namespace) -> int:
         return serve_cluster(options)
     for name in ("launcher", "instance_key_file"):
         if getattr(options, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
-    settings, limits, observers = server_settings(options), admission_limits(options), observer_settings(options)
-    check_weights(options, settings)
+            raise ValueError(f"{flag(name)} needs --cluster")
+    settings, limits = server_settings(options), read(AdmissionLimits, options)
+    observers = observer_settings(options)
     _check_record(options)
     check_join_flags(options)
     check_transfer_flags(options)
     config = serve_config(options)
+    check_weights(settings, config)
     template = chat_template_text(options)
     if options.profile is not None:
         check_input("--profile", options.profile)
@@ -88,7 +99,7 @@ def _serve(
     config: EngineConfig,
     settings: ServerSettings,
     limits: AdmissionLimits,
-    observers: "ObserverSettings",
+    observers: ObserverSettings,
     template: str | None,
     group: ProcessGroup,
     listener: socket.socket | None,
@@ -103,24 +114,20 @@ def _serve(
     model, dtype = read_model(options.model, options.dtype)
     plan = parallel_plan(options)
     mesh = make_parameter_mesh(options, plan, group, console)
-    options.num_pages = _num_pages(options, console, model, config, mesh, dtype)
-    config = serve_config(options)
-    model, params = load_checkpoint(options.model, mesh, dtype)
-    kernels = note_kernels(console, model, config, dtype)
+    config = _with_pages(console, model, config, plan, mesh, dtype)
     recorder = None if listener is None else _recorder(options, names[0])
-    engine = make_engine(
-        options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group, recorder=recorder
-    )
+    more: dict[str, Any] = {"tokenizer": tokenizer, "process_group": group, "recorder": recorder}
+    engine = load_engine(options, options.model, config, mesh, dtype, console, **more)
     if listener is None:
         return _follow(engine, options, settings.shutdown_timeout)
 
     def warm_up(engine: Engine) -> None:
-        _log.info(kernels)
+        _log.info(describe_kernels(model, config, dtype))
         show_compiling(engine.warm_up, console, engine)
         console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
-    with naming_flags(OBSERVER_NAMES):
+    with naming(each.name for each in dataclasses.fields(ObserverSettings)):
         make_transfers = transfer_maker(options)
         server = Server(engine, names, settings, limits, chat_template, warm_up, observers, make_transfers)
     http = HttpServer(server)
@@ -150,13 +157,13 @@ def _check_record(options: argparse.Namespace) -> None:
 def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
     if options.record is None:
         return None
-    with naming_flags({"max_bytes": "--record-bytes"}):
+    with naming({"max_bytes": "--record-bytes"}):
         weights = checkpoint_fingerprint(options.model)
         return open_recorder(options.record, options.record_private, options.record_bytes, model_name, weights)
 
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:
-    """Follow the first process until it ends. Whoever ends all processes at once signals this one, too."""
+    """Follow the first process until it ends. A signal to all processes at once comes to this one, too."""
 
     def end_later(number: int, frame: FrameType | None) -> None:
         signal.signal(number, lambda number, frame: os._exit(128 + number))
@@ -173,25 +180,17 @@ def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float
     return 0
 
 
-def _num_pages(
-    options: argparse.Namespace,
-    console: Console,
-    model: Llama,
-    config: EngineConfig,
-    mesh: Mesh | None,
-    dtype: np.dtype[Any],
-) -> int | None:
-    """Pages on each context rank: as given, or on CPUs as many as fit into a small part of memory.
+def _with_pages(
+    console: Console, model: Llama, config: EngineConfig, plan: ParallelPlan, mesh: Mesh | None, dtype: np.dtype[Any]
+) -> EngineConfig:
+    """Check the memory of an engine, and set its pages where that is the host's: as many as fit into a small part.
 
-    None: as many as fit into accelerators beside the programs of the engine, which finds them.
+    Pages of accelerators stay None: as many as fit beside the programs of the engine, which finds them.
     """
-    plan = parallel_plan(options)
     if config.num_pages is None and jax.default_backend() == "cpu":
         page = page_bytes(model, config, mesh or make_mesh(), dtype)
         longest = -(-config.longest_sequence(model.config.max_positions) // (config.page_size * plan.context))
-        most = max(longest, _CPU_CACHE // page)
         fit = check_memory(Console(True), model, config, plan, mesh, dtype)
-        options.num_pages = min(fit, most)
-        config = serve_config(options)
+        config = dataclasses.replace(config, num_pages=min(fit, max(longest, _CPU_CACHE // page)))
     check_memory(console, model, config, plan, mesh, dtype)
-    return options.num_pages
+    return config

@@ -2,48 +2,95 @@
 
 import argparse
 import contextlib
+import dataclasses
 import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from longctx.cli.arguments.serve import SETTINGS
-from longctx.cli.engine_flags import parallel_plan, prefixing
+from longctx.cli import command_parser
+from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
-from longctx.cli.instance_command import (
-    Secrets,
-    engine_arguments,
-    instance_arguments,
-    instance_command,
-    serve_parser,
+from longctx.cli.flags import naming, prefixing
+from longctx.cli.serve_settings import (
+    address_text,
+    chat_template_text,
+    check_transfer_flags,
+    model_names,
+    serve_config,
+    server_settings,
 )
-from longctx.cli.naming import naming_flags
-from longctx.cli.serve_flags import address_text, chat_template_text, model_names, serve_config, server_settings
+from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
-from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
-from longctx.cluster.launcher.launcher import Address, Launched, Launcher, ProcessLauncher, StaticLauncher
+from longctx.cluster.launcher.launcher import (
+    Address,
+    Launched,
+    Launcher,
+    MakeCommand,
+    ProcessLauncher,
+    StaticLauncher,
+)
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
+from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
 
-_ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
-_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
-_ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
-_ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command", "log_prompts"}
+_ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
+_ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
+_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file"}
+_ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
+_ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
+"""Options of the router itself; those of the other flags are of its instances."""
 _OBSERVERS = ("metrics_prefix",)
+_OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
+_OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
+_OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
+_OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url", "prefill_from", "prefill_key_file"}
+_OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
+_OURS |= {"record", "record_private", "record_bytes"}
+"""Flags of instances that the launcher sets, so that a file must not."""
+_LOOPBACK = "127.0.0.1"
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
+
+
+class Secrets(NamedTuple):
+    """Secrets that the instances of a cluster share, in files of one folder.
+
+    Attributes:
+      pages: of page keys and transfers.
+      user, admin: keys of clients and administrators.
+    """
+
+    pages: Path
+    user: Path
+    admin: Path
+
+    @classmethod
+    def make(cls, folder: Path, pages: Path | None) -> "Secrets":
+        """New ones; `pages`: a file that is there already."""
+        made = cls(pages or folder / "pages", folder / "user", folder / "admin")
+        if pages is None:
+            make_secret(made.pages)
+        for path in (made.user, made.admin):
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
+        return made
+
+    @property
+    def admin_key(self) -> str:
+        return self.admin.read_text(encoding="ascii").strip()
 
 
 def serve_cluster(options: argparse.Namespace) -> int:
@@ -95,15 +142,16 @@ def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Call
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of engines that the command line has, by their names; they win over the file's."""
     given: dict[str, Any] = {}
-    for action in serve_parser()._actions:
+    for action in command_parser("serve")._actions:
         value = getattr(options, action.dest, action.default)
         if action.dest not in _ROUTER and value != action.default:
+            value = True if action.nargs == 0 else value
             given[action.option_strings[-1][2:]] = str(value) if isinstance(value, Path) else value
     return given
 
 
 def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, Launcher, str]:
-    """What the instances' flags are, who starts them, and the key by which they are asked."""
+    """Return the flags of the instances, their launcher, and the key by which they are asked."""
     place = f"{options.cluster}: "
     given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
     pages = given.pop("kv-secret-file", None)
@@ -173,7 +221,7 @@ def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address])
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = serve_parser()
+    parser = command_parser("serve")
     parser.exit_on_error = False
     try:
         return parser.parse_args(arguments)
@@ -201,11 +249,12 @@ def _server_maker(
         max_waiting=options.max_waiting,
         metrics_prefix=options.metrics_prefix,
     )
-    config, names = serve_config(engine), model_names(engine)
-    first = model.config, tokenizer, config, names, file.conductor
+    config = serve_config(engine)
+    config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it
+    first = model.config, tokenizer, config, model_names(engine), file.conductor
 
     def make(members: list[Member]) -> RouterServer:
-        with naming_flags(_OBSERVERS):
+        with naming(_OBSERVERS):
             return RouterServer(*first, members, settings, router, chat_template)
 
     return make
@@ -245,3 +294,39 @@ def _watch(
         if not is_told and len(members) >= count > 0:
             is_told = True
             console.note(f"ready    {server.model_name} at {url}")
+
+
+def engine_arguments(place: str, flags: Mapping[str, Any]) -> list[str]:
+    """Flags of engines, by their names, as arguments. ValueError: one is none, or is set by who starts instances."""
+    for name in flags:
+        if name.replace("-", "_") in _OURS:
+            raise ValueError(f"{place}{name} is set by who starts the instances")
+    return flag_arguments(place, command_parser("serve"), flags)
+
+
+def instance_arguments(arguments: Sequence[str], files: Secrets, names: Sequence[str]) -> list[str]:
+    """Arguments of `longctx serve` that are the same for all instances, wherever they run."""
+    return [
+        *arguments,
+        *("--quiet", "--end-with-stdin", "--role=both", "--ignore-deadlines", f"--kv-secret-file={files.pages}"),
+        *(f"--api-key-file={files.user}", f"--admin-key-file={files.admin}"),
+        *(f"--served-model-name={name}" for name in names),
+    ]
+
+
+def instance_command(arguments: Sequence[str], own: Sequence[str]) -> MakeCommand:
+    """The command of an instance.
+
+    Args:
+      arguments: of all instances. own: of this one, which win.
+    """
+
+    def make(host: str, port: int, hosts: Sequence[str]) -> list[str]:
+        here = [f"--host={host}", f"--port={port}"]
+        events = "127.0.0.1" if host == _LOOPBACK else "*"
+        here += [f"--kv-events=tcp://{events}:*", f"--kv-events-replay=tcp://{events}:*"]
+        if host != _LOOPBACK:
+            here += [f"--kv-host={host}", *(f"--kv-peer={each}" for each in hosts if each != host)]
+        return [sys.executable, "-m", "longctx", "serve", *arguments, *own, *here]
+
+    return make

@@ -7,9 +7,8 @@ import math
 import os
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.naming import prefixing
-from longctx.cli.simulate_flags import (
+from longctx.cli.flags import flag, prefixing
+from longctx.cli.simulated import (
     apply_plan,
     check_simulation,
     make_deployment,
@@ -19,16 +18,14 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs, print_where
-from longctx.plotting import can_draw
-from longctx.simulation.capacity import Capacity, Tried, find_capacity
+from longctx.cli.workload import check_folder, check_outputs, print_where
+from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.reports import report
+from longctx.simulation.reports.report import deployment_table, summarize_deployment
 from longctx.simulation.reports.stage_trace import StageTrace
-from longctx.simulation.reports.usage import deployment_table, summarize_deployment
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
-from longctx.simulation.targets import Target, parse_targets
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
 
 _SPAN = 20  # times a target's seconds, for which arrivals have to last until a queue that grows is seen
@@ -158,15 +155,15 @@ def _write(
     options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace], summary: str
 ) -> None:
     """The files that flags ask for."""
-    from longctx.simulation.reports import chrome_trace, deployment_plots, workload_report
+    from longctx.simulation.reports import chrome_trace, html_report, plots
 
     if options.plot is not None:
-        deployment_plots.plot_deployment(record, traces, options.plot)
+        plots.write_drawing(lambda: plots.draw_deployment(record, traces), options.plot)
     if options.trace is not None:
         chrome_trace.write_chrome_trace(record, traces, options.trace)
     if options.out is not None:
-        drawing = deployment_plots.write_deployment(record, traces, options.out) if can_draw() else None
-        workload_report.write_report(contents, record, summary, drawing, options.out)
+        drawing = plots.write_drawings(lambda: plots.draw_deployment(record, traces), options.out)
+        html_report.write_report(contents, record, summary, drawing, options.out)
         print_where(options.out)
 
 
@@ -199,15 +196,15 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         for index, found in run_in_processes(simulate_point, arguments, options.jobs or os.cpu_count() or 1):
             rows[index] |= found
             bar.update()
-    from longctx.simulation.reports import deployment_plots, sweep_report
+    from longctx.simulation.reports import html_report, plots
 
-    print(sweep_report.sweep_table(rows, list(grid)))
+    print(html_report.sweep_table(rows, list(grid)))
     if all("error" in row for row in rows):
         raise ValueError(f"--sweep: no point can be simulated; the first: {rows[0]['error']}")
     if options.json is not None:
         options.json.write_text(json.dumps({"sweep": rows}) + "\n", encoding="utf-8")
     if options.plot is not None:
-        deployment_plots.plot_sweep(rows, list(grid), options.plot)
+        plots.write_drawing(lambda: plots.draw_sweep(rows, list(grid)), options.plot)
     if options.out is not None:
-        sweep_report.write_sweep(rows, list(grid), options.out)
+        html_report.write_sweep(rows, list(grid), options.out)
         print_where(options.out)

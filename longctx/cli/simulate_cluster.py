@@ -6,26 +6,24 @@ import json
 import math
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
-from longctx.cli.arguments.simulate import add_arguments
-from longctx.cli.config_flags import parallel_plan
+from longctx.cli import command_parser
 from longctx.cli.files import check_input
-from longctx.cli.naming import prefixing
-from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
+from longctx.cli.flags import flag, prefixing
+from longctx.cli.settings import parallel_plan
+from longctx.cli.simulated import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
-from longctx.plotting import can_draw
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.settings import Change, ClusterSettings
-from longctx.simulation.reports import cluster_report, workload_report
+from longctx.simulation.reports import cluster_report, html_report, plots
 
 _HEEDED = {
     *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
     *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
-    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out"),
+    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out", "quiet", "fields"),
 }
 _DEPLOYED = (
     *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
@@ -68,18 +66,16 @@ def run_cluster(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
     if options.plot is not None:
-        cluster_report.plot_cluster(record, *slos, options.plot)
+        plots.write_drawing(lambda: cluster_report.draw_cluster(record, *slos), options.plot)
     if options.out is not None:
-        drawing = cluster_report.write_cluster(record, *slos, options.out) if can_draw() else None
-        workload_report.write_report(contents, record, printed, drawing, options.out)
+        drawing = plots.write_drawings(lambda: cluster_report.draw_cluster(record, *slos), options.out)
+        html_report.write_report(contents, record, printed, drawing, options.out)
         print_where(options.out)
 
 
 def _check(options: argparse.Namespace) -> None:
     """Check flags alone."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    for name, usual in vars(parser.parse_args([])).items():
+    for name, usual in vars(command_parser("simulate").parse_args([])).items():
         if name not in _HEEDED and getattr(options, name, usual) != usual:
             raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
     check_input("--cluster", options.cluster)

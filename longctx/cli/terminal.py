@@ -1,4 +1,4 @@
-"""What commands print where: their text on standard output, everything else on standard error; and Ctrl-C."""
+"""Output of commands: their text on standard output, everything else on standard error; and Ctrl-C."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,22 @@ class Console:
         """Print a line."""
         if not self._is_quiet:
             print(text, file=sys.stderr, flush=True)
+
+    @property
+    def has_bars(self) -> bool:
+        """Whether progress bars are shown."""
+        return not self._is_quiet and sys.stderr.isatty()
+
+    @contextmanager
+    def progress(self, desc: str, unit: str, **settings: Any) -> Iterator[Callable[[int, int], None]]:
+        """Show a bar, and yield what moves it: a function of what is done and of the total."""
+        with self.bar(desc=desc, unit=unit, **settings) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
 
     def bar(self, **settings: Any) -> "tqdm":
         """A progress bar, which only a terminal shows."""
@@ -70,7 +86,7 @@ def stdout_is_ours() -> Iterator[None]:
     finally:
         sys.stdout = ours
         os.dup2(copy, 1)
-        text.close()  # which may find that whoever read it has left
+        text.close()  # which may find that its reader has left
 
 
 @contextmanager
@@ -120,7 +136,7 @@ class InterruptWatcher:
             return  # as in the background of a shell script
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
-        self._sender = sender  # which closes when nobody refers to it
+        self._sender = sender  # which closes when there is no reference to it
         self._is_watching = True
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, lambda number, frame: None)

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
-from longctx.cluster.conductor.instance import ROLES, Role
+from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
 from longctx.cluster.server_url import split_server_url
 from longctx.serving.validation import check_integer, check_real
 
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 """Launchers of the instances: the router's own machine, a Ray cluster, or none for instances that run already."""
+Messenger = Literal["zmq", "mooncake-tcp", "mooncake-rdma"]
+"""The transports of pages between instances."""
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
 _MOST = 1024  # instances

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Sequence as List
 from typing import Any
 
+from longctx.cluster.config import Messenger
 from longctx.cluster.prefill.source import RemotePrefill
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
@@ -18,14 +19,13 @@ from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.page_traffic import LEASE_SECONDS
-from longctx.serving.engine.step_driver import StepDriver
+from longctx.serving.engine.page_transfers import LEASE_SECONDS
 from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_parts import process_part
 
-MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
+MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
@@ -40,7 +40,7 @@ class EngineExporter:
       layout: of the engine's pages.
     """
 
-    def __init__(self, engine: StepDriver, layout: PageLayout) -> None:
+    def __init__(self, engine: Engine, layout: PageLayout) -> None:
         self._pages, self._layout, self._now = engine.pages, layout, engine.now
 
     def open(self, lease_id: str) -> Lease:
@@ -90,7 +90,7 @@ class EngineMessenger:
         secret: str | None = None,
         advertised: str | None = None,
         options: TransferOptions | None = None,
-        messenger: str = "zmq",
+        messenger: Messenger = "zmq",
         is_plain: bool = False,
     ) -> None:
         if messenger not in MESSENGERS:

@@ -24,7 +24,7 @@ from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.transfers import PagePrefix, Prefill, TransferParams
+from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.cluster.server_url import split_server_url
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ from .checkpoint_save import save_checkpoint as save_checkpoint
 from .checkpoint_verify import checkpoint_fingerprint as checkpoint_fingerprint
 from .checkpoint_verify import verify as verify
 from .config import LlamaConfig as LlamaConfig
+from .footprint import cache_bytes as cache_bytes
+from .footprint import weight_bytes as weight_bytes
 from .hub import resolve_model as resolve_model
 from .llama import Llama as Llama
 from .params import param_specs as param_specs

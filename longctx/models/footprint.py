@@ -7,18 +7,29 @@ from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_runs import Stacking, layer_runs, layers_per_stage
+from longctx.models.validation import check_kv_dtype
 
-FP8_KV = "float8_e4m3fn"
-"""The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
 KV_SCALE_BYTES = 4
 _Bytes = TypeVar("_Bytes", int, float)
 _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
 def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
-    """Compute the bytes of weights on each of `stage * tensor` devices, with the layers of the largest stage.
+    """Compute the bytes of the weights on each of `stage * tensor` devices, with the layers of the largest stage.
 
-    `stage` is at most the model's layers, `tensor` divides its heads; `dtype_bytes` is for numbers not quantised.
+    Args:
+      config: sizes of the model.
+      stage: pipeline stages, at most the model's layers.
+      tensor: divides the heads, and the KV heads or is a multiple of them.
+      dtype_bytes: bytes of a number that is not quantised.
+
+    Returns:
+      Bytes on each device.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig, weight_bytes
+      >>> weight_bytes(LlamaConfig.preset("llama-3-8b"), tensor=8) / 1e9  # GB
+      2.008031232
     """
     hidden, size = config.hidden_size, config.head_dim
     heads, ffn = config.num_heads * size // tensor, config.intermediate_size // tensor
@@ -55,7 +66,23 @@ def cache_bytes(
     dtype_bytes: int = 2,
     kv_dtype: str | None = None,
 ) -> int:
-    """Compute the bytes of keys and values of `tokens` tokens on each device, as `weight_bytes` does."""
+    """Compute the bytes of keys and values on each of `stage * tensor` devices, with the layers of the largest stage.
+
+    Args:
+      config: sizes of the model.
+      tokens: tokens whose keys and values are kept.
+      stage, tensor: as for `weight_bytes`.
+      dtype_bytes: bytes of a number of the cache, unless `kv_dtype` says.
+      kv_dtype: dtype of the cache, as in `EngineConfig`.
+
+    Returns:
+      Bytes on each device.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig, cache_bytes
+      >>> cache_bytes(LlamaConfig.preset("llama-3-8b"), 1_000_000, tensor=8) / 1e9  # GB
+      16.384
+    """
     layers, kv_heads = layers_per_stage(config.num_layers, stage), max(1, config.num_kv_heads // tensor)
     return 2 * layers * kv_heads * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype) * tokens
 
@@ -64,12 +91,3 @@ def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None
     """Compute the bytes of a token's key, or of its value, in one KV head; ValueError: kv_dtype is not known."""
     check_kv_dtype(kv_dtype)
     return head_dim * dtype_bytes if kv_dtype is None else head_dim + KV_SCALE_BYTES
-
-
-def check_kv_dtype(kv_dtype: str | None) -> str | None:
-    """The dtype of a cache's keys and values; None: that of the parameters. ValueError: it is not known."""
-    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == FP8_KV):
-        raise ValueError(
-            f"kv_dtype must be None, the dtype of the parameters, or {FP8_KV!r}, got {str(kv_dtype)[:60]!r}"
-        )
-    return kv_dtype

@@ -18,6 +18,8 @@ from longctx.annotations import Real
 
 MAX_INT32 = 2**31 - 1
 MAX_LAYERS = 2**14  # far above those of published models: a file must not ask for endless work
+FP8_KV = "float8_e4m3fn"
+"""The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
 _MAX_IDS = 1000  # of a list in a file; published models have less than 10
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
@@ -64,6 +66,15 @@ def check_bool(name: str, value: object) -> None:
     """Check for True or False; numbers are not accepted."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_kv_dtype(kv_dtype: str | None) -> str | None:
+    """Check the dtype of a cache's keys and values, and return it; None: that of the parameters."""
+    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == FP8_KV):
+        raise ValueError(
+            f"kv_dtype must be None, the dtype of the parameters, or {FP8_KV!r}, got {str(kv_dtype)[:60]!r}"
+        )
+    return kv_dtype
 
 
 def check_token_ids(name: str, value: object, vocab_size: int = MAX_INT32) -> tuple[int, ...]:

@@ -177,7 +177,18 @@ class LayerCost:
     With one rank nothing is sent.
 
     Attributes:
-      key_bytes: of a token's keys and values. query_bytes: of a row's queries. state_bytes: of a row's partial results.
+      model: heads of one rank.
+      hardware: of one rank, and its link.
+      num_ranks: ranks of the axis.
+
+    Examples:
+      >>> from longctx.parallel import H100_RDMA
+      >>> from longctx.parallel.cost import LLAMA3_405B, LayerCost
+      >>> layer = LayerCost(LLAMA3_405B.split(8), H100_RDMA, num_ranks=4)
+      >>> layer.key_bytes, layer.query_bytes
+      (512, 4096)
+      >>> round(1e6 * layer.hop(32_000 * layer.key_bytes))  # microseconds for the keys and values of 32,000 tokens
+      363
     """
 
     model: ModelShape
@@ -186,38 +197,43 @@ class LayerCost:
 
     @functools.cached_property
     def key_bytes(self) -> Real:
+        """Bytes of a token's key and value."""
         element = self.hardware.key_bytes_per_element or self.hardware.bytes_per_element
         return 2 * self.model.num_kv_heads * self.model.head_size * element
 
     @functools.cached_property
     def query_bytes(self) -> Real:
+        """Bytes of a row's queries."""
         return self.model.num_heads * self.model.head_size * self.hardware.bytes_per_element
 
     @functools.cached_property
     def state_bytes(self) -> Real:
+        """Bytes of a row's partial results."""
         return self.model.num_heads * (self.model.head_size + 1) * self.hardware.partial_bytes
 
     def hop(self, num_bytes: Real) -> float:
+        """Seconds in which each rank sends `num_bytes` to the next one."""
         return 0.0 if self.num_ranks == 1 else self.hardware.hop(num_bytes)
 
     def collective(self, num_bytes: Real, count: int = 1) -> float:
+        """Seconds of `count` collectives, in which each rank sends `num_bytes` in all."""
         return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
 
     def ring(self, hop: Real, attention: Real) -> float:
-        """Seconds that N - 1 hops add to N partial attentions."""
+        """Seconds that N - 1 hops of `hop` seconds add to N partial attentions of `attention` seconds."""
         lost = self.hardware.contention * min(hop, attention)
         return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
 
     def send_states(self, rows: Real) -> float:
-        """The states of each rank's rows come home from all ranks."""
+        """Seconds in which each rank gets the states of its `rows` from all ranks."""
         return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
 
     def gather_keys(self, keys: Real) -> float:
-        """Seconds of gathering the keys of all ranks on each of them."""
+        """Seconds in which all ranks get the `keys` tokens of each."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
     def merge(self, rows: Real) -> float:
-        """The states of rows that all ranks have are merged, by the cheaper of the two ways of `kvp_attention`."""
+        """Seconds in which the states of `rows` of all ranks are merged, by the cheaper way of `kvp_attention`."""
         n, results = self.num_ranks, self.query_bytes + 4 * self.model.num_heads
         gather = self.collective((n - 1) * rows * self.state_bytes)
         share = math.ceil(rows / n)

@@ -138,7 +138,7 @@ class Link:
 
 
 # Dense products, memory and its bandwidth: NVIDIA's data sheets. Shares and latencies: fitted by
-# `longctx.simulation.calibration` on half of Vidur's tables of A100 and H100, one fit for all models and plans; the
+# `benchmarks.calibration` on half of Vidur's tables of A100 and H100, one fit for all models and plans; the
 # errors on the other half are in docs/simulation_hardware.md. Attention was measured on A100 alone, so its shares and
 # its latency (13 us of a layer's) are the same on H100. Its kernels hide reading keys under products or the reverse, as
 # in Mnemosyne's roofline (section 3): no table has chunks so small that it would show.

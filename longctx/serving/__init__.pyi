@@ -1,14 +1,14 @@
+from .config import AdmissionLimits as AdmissionLimits
 from .config import EngineConfig as EngineConfig
 from .engine.admission_control import AdmissionControl as AdmissionControl
-from .engine.admission_control import AdmissionLimits as AdmissionLimits
 from .engine.admission_control import Refused as Refused
 from .engine.core import Core as Core
 from .engine.engine import Engine as Engine
 from .engine.input_processor import InputProcessor as InputProcessor
-from .engine.load import Load as Load
-from .engine.load import StepReport as StepReport
 from .engine.metrics import EngineStats as EngineStats
+from .engine.metrics import Load as Load
 from .engine.metrics import StepMetrics as StepMetrics
+from .engine.metrics import StepReport as StepReport
 from .engine.thread import EngineThread as EngineThread
 from .parallel_plan import ParallelPlan as ParallelPlan
 from .request.output import Event as Event

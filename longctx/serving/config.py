@@ -1,58 +1,72 @@
-"""`EngineConfig`: the sizes of an engine, and the rules by which it schedules."""
+"""`EngineConfig`: sizes of an engine and rules by which it schedules. `AdmissionLimits`: of what may wait for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from longctx.models.footprint import check_kv_dtype
+from longctx.models.validation import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.scheduler.chunking import Chunking
-from longctx.serving.scheduler.exchange_rule import RowBuckets
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_bool, check_integer, check_real, check_text, shown
+from longctx.serving.validation import (
+    Count,
+    Positive,
+    Range,
+    Share,
+    check_fields,
+    check_integer,
+    check_real,
+    check_text,
+    shown,
+)
+
+if TYPE_CHECKING:  # `--help` reads settings: these load numpy
+    from longctx.serving.scheduler.chunking import Chunking
+    from longctx.serving.scheduler.exchange_rule import RowBuckets
 
 MAX_RUN_AHEAD = 8
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine. None but `kv_dtype` changes an answer.
+    """Sizes and rules of an engine. No field but `kv_dtype` changes an answer.
 
     `medha`, `sarathi` and `meta` are the papers' own.
 
     Attributes:
-      page_size: tokens of a page.
-      num_pages: pages of the cache on each context rank. None: as many as fit into memory.
+      page_size: tokens of a page of the KV cache.
+      num_pages: pages of the KV cache on each context rank. None: as many as fit into memory.
       max_running: the most sequences that run at a time.
       max_length: tokens of the longest sequence, prompt and output. None: the model's context.
       token_budget: the most rows of a step on a rank, decodes and prefill chunks together.
-      policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"lrs_relative"`, `"ilrs"`, or a
-        custom `Policy`.
-      chunking: `"adaptive"` gives prompts as many rows as keep the TPOT targets of running decodes, by prediction;
-        `"static"` fills the token budget in every step, `"static:N"` N rows of it.
-      max_share: the largest share of a step that a long prompt leaves to short ones under `ilrs`, 0 to 1.
+      policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"lrs_relative"` or `"ilrs"`. It may
+        also be a custom `Policy`.
+      chunking: how many rows of a step prompts get: `"adaptive"`, `"static"` or `"static:N"`. `"adaptive"` gives them
+        as many rows as keep the TPOT targets of running decodes, by prediction; `"static"` fills the token budget in
+        every step, `"static:N"` N rows of it.
+      max_share: the largest share of a step that a long prompt leaves to short ones under `ilrs`.
       slo: deadlines and targets of requests that have no `ttft_deadline` or `tpot_target` of their own.
       buckets: numbers of rows that steps are compiled for. None: doubling from 8, and the exact budget. With several
         context ranks, the numbers of each kind of rows (docs/parallel_plans.md), every combination of which is a
         program; None: growing by a factor of 8. With `"static:N"` those of sharded rows end at N.
-      run_ahead: the most steps that are in flight at a time, 1 to 8. No step is planned ahead of one that is predicted
-        to take 50 ms.
-      admission: `"reserve"` admits a request when prompt and max_tokens fit, and preempts nobody; `"optimistic"` when
-        its prompt fits, and preempts others when memory runs out, or prompts for a more urgent one, to be recomputed.
-        A request that grows over context ranks fits if all that run can still get what they need, one after another.
+      run_ahead: the most steps that are in flight at a time. No step is planned ahead of one that is predicted to take
+        50 ms.
+      admission: when a request may begin: with room for all of its tokens, or for its prompt, and it may be preempted.
+        `"reserve"` admits a request when prompt and max_tokens fit, and preempts no request; `"optimistic"` when its
+        prompt fits, and preempts others when memory runs out, or prompts for a more urgent one, to be recomputed. A
+        request that grows over context ranks fits if all that run can still get what they need, one after another.
       prefix_cache: whether requests with a common prefix share its full pages.
       max_logprobs: the largest `logprobs` that a request may ask for.
-      tenant_weights: of tenants by name: what they get of the engine while several wait, relative to 1 for others.
+      tenant_weights: what a tenant's requests get while others wait too, relative to 1. The keys are tenants' names.
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
-      verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
+      verify_share: share of loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
-      kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
-        each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
+      kv_dtype: dtype of the cache; float8_e4m3fn holds twice the tokens in as much memory, and is not exact. None: the
+        parameters'. `"float8_e4m3fn"`, with a float32 scale for each token and KV head, alone of all settings changes
         answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
 
     Raises:
@@ -74,38 +88,31 @@ class EngineConfig:
       ValueError: chunking must be "static", "static:N" or "adaptive", got 'adaptve'
     """
 
-    page_size: int = 64
-    num_pages: int | None = None
-    max_running: int = 64
-    max_length: int | None = None
-    token_budget: int = 512
+    page_size: Positive = 64
+    num_pages: Positive | None = None
+    max_running: Positive = 64
+    max_length: Positive | None = None
+    token_budget: Positive = 512
     policy: str | Policy = "ilrs"
     chunking: str = "adaptive"
-    max_share: float = 0.5
+    max_share: Share = 0.5
     slo: Slo = field(default_factory=Slo)
     buckets: tuple[int, ...] | None = None
-    run_ahead: int = 2
+    run_ahead: Annotated[int, Range(1, MAX_RUN_AHEAD)] = 2
     admission: Literal["reserve", "optimistic"] = "reserve"
     prefix_cache: bool = True
-    max_logprobs: int = 5
+    max_logprobs: Count = 5
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    seed: int = 0
+    seed: Count = 0
     hash_key: bytes | None = None
     tiers: TierConfig | None = None
     transfers: bool = False
-    verify_share: float = 0.0
+    verify_share: Share = 0.0
     kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
-            value = getattr(self, name)
-            if value is not None or name in ("page_size", "max_running", "token_budget", "run_ahead"):
-                object.__setattr__(self, name, check_integer(name, value, 1))
-        for name in ("seed", "max_logprobs"):
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
         check_kv_dtype(self.kv_dtype)
-        check_bool("prefix_cache", self.prefix_cache)
-        check_bool("transfers", self.transfers)
+        check_fields(self)
         if not isinstance(self.tenant_weights, Mapping):
             raise TypeError(f"tenant_weights must be a mapping of names to numbers, got {shown(self.tenant_weights)}")
         weights = {check_text("tenant_weights", name): weight for name, weight in self.tenant_weights.items()}
@@ -113,24 +120,18 @@ class EngineConfig:
         object.__setattr__(self, "tenant_weights", weights)
         if self.hash_key is not None and (not isinstance(self.hash_key, bytes) or not 16 <= len(self.hash_key) <= 64):
             raise ValueError("hash_key must be None or 16 to 64 bytes")
-        if self.run_ahead > MAX_RUN_AHEAD:
-            raise ValueError(f"run_ahead must be at most {MAX_RUN_AHEAD}, got {self.run_ahead}")
         if self.max_running > self.token_budget:
             raise ValueError(
                 f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
             )
-        object.__setattr__(self, "max_share", check_real("max_share", self.max_share, 0, 1))
-        object.__setattr__(self, "verify_share", check_real("verify_share", self.verify_share, 0, 1))
         make_policy(self.policy, self.max_share)
-        Chunking.parse(self.chunking, self.token_budget, self.max_running)
+        self._parse_chunking()
         if not isinstance(self.slo, Slo):
             raise TypeError(f"slo must be an Slo, got {self.slo!r}")
         if not isinstance(self.tiers, TierConfig | None):
             raise TypeError(f"tiers must be a TierConfig, got {shown(self.tiers)}")
         if self.tiers is not None and not self.prefix_cache:
             raise ValueError("tiers need prefix_cache=True: pages are found there by the keys of prefixes")
-        if self.admission not in ("reserve", "optimistic"):
-            raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple | list):
                 raise TypeError(f"buckets must be a tuple of integers, got {self.buckets!r}")
@@ -220,12 +221,17 @@ class EngineConfig:
 
         They end at the rows that `chunking` lets a step have: a step of so many is full.
         """
-        most = Chunking.parse(self.chunking, self.token_budget, self.max_running).tokens
+        most = self._parse_chunking().tokens
         buckets = self.growing_buckets(8)
         most = max(most, buckets[0])
         return (*(rows for rows in buckets if rows < most), most)
 
-    def step_rows(self, plan: ParallelPlan) -> RowBuckets:
+    def _parse_chunking(self) -> "Chunking":
+        from longctx.serving.scheduler.chunking import Chunking
+
+        return Chunking.parse(self.chunking, self.token_budget, self.max_running)
+
+    def step_rows(self, plan: ParallelPlan) -> "RowBuckets":
         """Return the numbers of rows of each kind that the steps of a plan are compiled for.
 
         Args:
@@ -234,6 +240,8 @@ class EngineConfig:
         Returns:
           Buckets of sharded, replicated and local rows.
         """
+        from longctx.serving.scheduler.exchange_rule import RowBuckets
+
         if plan.context == 1:
             return RowBuckets(plan, ((0,), (0,), self.row_buckets))
         buckets, sharded = (0, *self.growing_buckets(8)), (0, *self.sharded_buckets)
@@ -246,3 +254,39 @@ class EngineConfig:
         most = {"auto": self.token_budget, "pass_q": 0}.get(str(plan.exchange), self.max_running)
         replicated = (*(rows for rows in buckets if rows < most), next(rows for rows in buckets if rows >= most))
         return RowBuckets(plan, (sharded, replicated, (0,)))
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """Limits of what may wait to be admitted.
+
+    Attributes:
+      max_waiting: requests that may wait; others get 429. Completions count; one request with more of them may wait if
+        no other does.
+      max_waiting_tokens: tokens of the prompts that may wait. None: any number. One longer prompt may wait if no other
+        does.
+      heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
+      >>> control = AdmissionControl(engine, limits)
+      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
+      >>> control.num_waiting
+      1
+    """
+
+    max_waiting: Positive = 1024
+    max_waiting_tokens: Positive | None = None
+    heeds_deadlines: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)

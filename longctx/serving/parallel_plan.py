@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from longctx.parallel.choose import EmpiricalRule, paper_rule
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.validation import check_integer, check_real
+from longctx.serving.validation import Positive, check_fields, check_integer, check_real
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `--help` reads plans: the rules load numpy
     from longctx.models import LlamaConfig
+    from longctx.parallel.choose import EmpiricalRule
+else:
+    EmpiricalRule = Any
 
 EXCHANGES = ("auto", "kvp", "pass_q", "pass_kv", "all_gather", "algorithm_1", "algorithm_5", "empirical")
-PLACEMENTS = ("grow", "interleave")
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class ParallelPlan:
     batches short requests of its own.
 
     Attributes:
-      stage: stages of the sequence pipeline: a chunk is in one stage while the next chunk is in the stage before
-        (Mnemosyne, section 4.3).
-      context: ranks that pages are sharded over.
-      tensor: devices that share heads, feed-forward and vocabulary.
-      exchange: how the rows of a request that spans ranks are computed.
+      stage: devices along this axis: sequence pipeline. A chunk is in one stage while the next chunk is in the stage
+        before (Mnemosyne, section 4.3).
+      context: devices along this axis: ranks that pages are sharded over.
+      tensor: devices along this axis: they share heads, feed-forward and vocabulary.
+      exchange: exchange across --context: `"auto"`, `"kvp"`, `"pass_q"`, `"pass_kv"`, `"all_gather"`, `"algorithm_1"`,
+        `"algorithm_5"`, `"empirical"` or `"empirical:ALPHA,BETA,GAMMA"`. It says how the rows of a request that spans
+        ranks are computed.
         `"kvp"`: replicated on all of its ranks, whose states are merged (Mnemosyne, section 4.4).
         `"pass_q"`, `"pass_kv"`, `"all_gather"`: sharded over all ranks in zigzag, with queries, or keys and values,
         going round a ring, or with all keys gathered (context parallelism paper, section 3.5). Under `"grow"` rows of
@@ -42,11 +45,11 @@ class ParallelPlan:
         last is appendix D's, with coefficients fitted to its table 4. An `EmpiricalRule` has coefficients of its own,
         and so has `"empirical:ALPHA,BETA,GAMMA"`, which it becomes.
         `"auto"`: in each step the one of all four that takes least by prediction, on the engine's topology.
-      placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, section 4.4).
-        `"interleave"`: pages go round robin over all ranks, those of decodes too (context parallelism paper, section
-        3.6).
-      rank_tokens: the most tokens of one request on a rank before it grows onto another. None: as many as fit into a
-        rank's memory, and as a decode is predicted to read within its TPOT target.
+      placement: placement of pages over --context. `"grow"`: pages stay on one rank up to its limit, then on one more
+        (Mnemosyne, section 4.4). `"interleave"`: pages go round robin over all ranks, those of decodes too (context
+        parallelism paper, section 3.6).
+      rank_tokens: the most tokens of a request on one rank before it grows onto another. None: as many as fit into
+        memory and keep the TPOT target. A decode is then predicted to read them within its target.
 
     Raises:
       TypeError, ValueError: a value is out of range; the message names it.
@@ -69,24 +72,17 @@ class ParallelPlan:
       ValueError: plan needs 2.0 GB of weights and 163.8 GB for the keys and values of ...
     """
 
-    stage: int = 1
-    context: int = 1
-    tensor: int = 1
+    stage: Positive = 1
+    context: Positive = 1
+    tensor: Positive = 1
     exchange: str | EmpiricalRule = "auto"
     placement: Literal["grow", "interleave"] = "grow"
-    rank_tokens: int | None = None
+    rank_tokens: Positive | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stage", "context", "tensor"):
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
-        if isinstance(self.exchange, EmpiricalRule):
-            object.__setattr__(self, "exchange", self.exchange.name)
-        elif self.exchange not in EXCHANGES:
-            self._check_coefficients()
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
-        if self.rank_tokens is not None:
-            object.__setattr__(self, "rank_tokens", check_integer("rank_tokens", self.rank_tokens, 1))
+        check_fields(self)
+        if self.exchange not in EXCHANGES:
+            object.__setattr__(self, "exchange", self._empirical_exchange())
 
     @classmethod
     def medha(cls, stage: int = 1, context: int = 1, tensor: int = 1, **overrides: Any) -> ParallelPlan:
@@ -132,9 +128,16 @@ class ParallelPlan:
         name, _, coefficients = str(self.exchange).partition(":")
         if name != "empirical":
             return None
+        from longctx.parallel.choose import EmpiricalRule, paper_rule
+
         return EmpiricalRule.parse(coefficients) if coefficients else paper_rule()
 
-    def _check_coefficients(self) -> None:
+    def _empirical_exchange(self) -> str:
+        """Return the name of an exchange that is a rule with coefficients."""
+        from longctx.parallel.choose import EmpiricalRule
+
+        if isinstance(self.exchange, EmpiricalRule):
+            return self.exchange.name
         about = f"exchange must be one of {', '.join(EXCHANGES)}, or empirical:ALPHA,BETA,GAMMA, got {self.exchange!r}"
         if not isinstance(self.exchange, str):
             raise TypeError(about)
@@ -145,6 +148,7 @@ class ParallelPlan:
             EmpiricalRule.parse(coefficients)
         except ValueError as error:
             raise ValueError(f"{about}: {error}") from None
+        return self.exchange
 
     def check(
         self,

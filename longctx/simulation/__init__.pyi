@@ -5,6 +5,7 @@ from .instance.instance import Instance as Instance
 from .instance.virtual_executor import VirtualExecutor as VirtualExecutor
 from .record import Record as Record
 from .record import Served as Served
+from .record import Totals as Totals
 from .replay import replay as replay
 from .server import Server as Server
 from .simulation import Simulation as Simulation

@@ -11,7 +11,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.validation import check_integer
-from longctx.simulation.baselines.presets import BASELINES, make_simulation
+from longctx.simulation.baselines import BASELINES, make_simulation
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.record import Record
@@ -80,7 +80,7 @@ class Deployment:
         return pages
 
     def predictor(self) -> Predictor:
-        """Return the predictor of the batches of an instance, of one stage."""
+        """Return the predictor of batches in one stage of an instance."""
         if self.measured is not None:
             return self.measured
         config = self.config

@@ -47,7 +47,7 @@ class EventLoop:
 
     @property
     def is_last_now(self) -> bool:
-        """Whether nothing else is planned for now."""
+        """True if nothing else is planned for now."""
         return not self._heap or self._heap[0][0] > self.now
 
     def run(self, until: float = math.inf, after: Callable[[], object] | None = None) -> None:

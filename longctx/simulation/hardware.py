@@ -1,7 +1,7 @@
 """The calibrated predictor of a model on a cluster: the same cost model by which an engine decides.
 
 The shares that devices and links reach are in `longctx.parallel.device_tables`, fitted by
-`longctx.simulation.calibration`; docs/simulation_hardware.md has the errors.
+`benchmarks.calibration`; docs/simulation_hardware.md has the errors.
 """
 
 import dataclasses

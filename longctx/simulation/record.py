@@ -1,4 +1,4 @@
-"""Results of a workload: its requests, and each engine after each of its steps."""
+"""Records of a workload: its requests, and each engine after each of its steps."""
 
 from dataclasses import dataclass, field, fields
 
@@ -55,7 +55,7 @@ class Served:
 
     @property
     def kept_ttft(self) -> bool | None:
-        """Whether the first token came in time, from when the request was due."""
+        """True if the first token came in time, from when the request was due."""
         return None if self.metrics.ttft_deadline is None else self.ttft <= self.metrics.ttft_deadline
 
 
@@ -76,16 +76,25 @@ class Open:
 
 @dataclass
 class Totals:
-    """What an instance has computed: from this FLOPs, bytes and utilisation follow.
+    """Sums over what an instance has computed, from which FLOPs, bytes and utilisation follow.
 
     Attributes:
       steps: batches that computed something.
-      rows: tokens computed. samples: rows of logits.
+      rows: tokens computed.
+      samples: rows of logits.
       pairs: pairs of a query and a key that attention compared.
       keys: keys that attention read, counted once for each chunk.
       busy: seconds in which some stage computed.
       stage_seconds: seconds of each batch in one stage, summed; with S stages at most S times `busy`.
       decode_pairs: of `pairs`, those of chunks of one token.
+
+    Examples:
+      >>> from longctx.simulation import Totals
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import model_flops
+      >>> prompt = Totals(steps=1, rows=1000, samples=1, pairs=500_500, keys=1000, busy=0.05)
+      >>> round(model_flops(MODELS["llama-3-8b"], prompt) / 1e12)  # TFLOP
+      14
     """
 
     steps: int = 0
@@ -103,7 +112,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class InstanceRecord:
-    """Results of one instance: its devices, what they computed, and its steps if they were kept."""
+    """Record of one instance: its devices, what they computed, and its steps if they were kept."""
 
     name: str
     num_devices: int
@@ -156,13 +165,8 @@ class Record:
 
     @property
     def totals(self) -> Totals:
-        """Sums over all instances."""
+        """Totals of all instances together."""
         return sum((instance.totals for instance in self.instances), Totals())
-
-    @property
-    def device_seconds(self) -> float:
-        """Seconds of all devices, busy or not: GPU-seconds."""
-        return self.seconds * sum(instance.num_devices for instance in self.instances)
 
 
 def sum_stats(stats: list[EngineStats]) -> EngineStats | None:

@@ -32,7 +32,7 @@ def replay(
     was due: to a server it would have come then.
 
     Args:
-      engine: nobody else may submit to it.
+      engine: no other caller may submit to it.
       requests: in any order.
       clock: the engine's own.
       sleep: lets seconds pass on that clock while there is nothing to do.

@@ -1,4 +1,4 @@
-"""Interface of the servers on which a `Simulation` serves requests."""
+"""Protocol of a system that requests are simulated on."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ OnEnd = Callable[[WorkloadRequest, Metrics], object]
 
 @runtime_checkable
 class Server(Protocol):
-    """Server of simulated requests: an `Instance`, or a baseline that is no core of ours.
+    """A system that requests are simulated on: an `Instance`, or one with a scheduler of its own.
 
     Attributes:
       name: that no other one of a simulation has.

@@ -1,4 +1,4 @@
-"""What batches compute and read, and which share of the devices that is: FLOPs, bytes, MFU, MBU, GPU-seconds, memory.
+"""FLOPs and bytes of batches, the share of the devices that these use (MFU, MBU), GPU-seconds, and memory.
 
 Source: Mnemosyne, section 3 (equations 1 to 4) and figures 20 to 22; context parallelism paper, appendix A (MFU).
 """
@@ -17,7 +17,21 @@ from longctx.simulation.record import Totals
 
 
 def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
-    """The totals of batches, each given with its seconds; the works have to be of all context ranks together."""
+    """Sum up batches.
+
+    Args:
+      batches: the work of all context ranks together, and seconds, of each.
+
+    Returns:
+      Their `Totals`.
+
+    Examples:
+      >>> from longctx.serving.predictor import Work
+      >>> from longctx.simulation.utilization import totals_of
+      >>> totals = totals_of([(Work.of([(0, 512, True)]), 0.02), (Work.of([(512, 1, True)]), 0.01)])
+      >>> totals.rows, totals.pairs, totals.busy
+      (513, 131841, 0.03)
+    """
     totals = Totals()
     for work, seconds in batches:
         rows, samples, decodes = work.rows, work.samples, work.decode_keys
@@ -35,12 +49,26 @@ def _products(model: LlamaConfig, work: Totals | Work, causal: bool) -> tuple[fl
 
 
 def model_flops(model: LlamaConfig, work: Totals | Work, causal: bool = True) -> float:
-    """FLOPs that a model needs for some work: 2 a weight and row, 4 a pair, head element and layer.
+    """Compute the FLOPs that a model needs for some work: 2 a weight and row, 4 a pair, head element and layer.
 
     Args:
+      model: its sizes.
       work: of all context ranks, where a token that several of them compute counts once.
       causal: whether pairs count that the causal mask leaves, about half of a prompt's. False: those of prompts
         count twice, so a prompt of T tokens has T (T + 1): Mnemosyne's equation 1 has T^2. Decodes count alike.
+
+    Returns:
+      FLOPs, those of products with quantised weights among them.
+
+    Source:
+      Mnemosyne, equation 1.
+
+    Examples:
+      >>> from longctx.serving.predictor import Work
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import model_flops
+      >>> round(model_flops(MODELS["llama-3-8b"], Work.of([(0, 100_000, True)])) / 1e15, 1)  # PFLOP of a prompt
+      4.0
     """
     return sum(_products(model, work, causal))
 
@@ -73,14 +101,33 @@ def model_bytes(
 def mfu(
     model: LlamaConfig, work: Totals, device: Device, devices: int, seconds: float | None = None, causal: bool = True
 ) -> float:
-    """The share of the data sheet's FLOP/s that a model's products make up; at most 1, of whatever dtypes they are.
+    """Compute the share of the data sheet's FLOP/s that a model's products make up, at most 1.
 
     Args:
+      model: its sizes.
+      work: of all instances' devices.
+      device: of the data sheet; quantised products count by its FLOP/s in 8 bits.
+      devices: how many.
       seconds: in which the devices could have computed; None: while they were busy.
       causal: see `model_flops`. Not causal it can be above 1, as half of the pairs are not computed.
 
+    Returns:
+      Model FLOPs utilisation.
+
     Raises:
       ValueError: seconds or devices are not positive.
+
+    Source:
+      Context parallelism paper, appendix A; Mnemosyne, figure 20.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.simulation import Totals
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import mfu
+      >>> prompt = Totals(steps=1, rows=1000, samples=1, pairs=500_500, keys=1000, busy=0.05)
+      >>> round(mfu(MODELS["llama-3-8b"], prompt, Topology.preset("h100-nvlink").device, devices=1), 2)
+      0.29
     """
     full, quantized = _products(model, work, causal)
     peak = device.flops["bfloat16"]
@@ -96,13 +143,33 @@ def mbu(
     seconds: float | None = None,
     kv_dtype: str | None = None,
 ) -> float:
-    """The share of the data sheet's memory bandwidth that reading weights, keys and values makes up.
+    """Compute the share of the data sheet's memory bandwidth that reading weights, keys and values makes up.
 
     Args:
+      model: its sizes.
+      work: of all instances' devices.
+      device: of the data sheet.
+      plan: of parallelism; None: one device.
+      seconds: in which the devices could have read; None: while they were busy.
       kv_dtype: of the cache, as of `EngineConfig`.
+
+    Returns:
+      Memory bandwidth utilisation.
 
     Raises:
       ValueError: seconds are not positive.
+
+    Source:
+      Mnemosyne, figure 21.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.simulation import Totals
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import mbu
+      >>> decode = Totals(steps=1, rows=1, samples=1, pairs=1000, keys=1000, busy=0.01)
+      >>> round(mbu(MODELS["llama-3-8b"], decode, Topology.preset("h100-nvlink").device), 2)
+      0.45
     """
     plan = plan or ParallelPlan()
     busy = gpu_seconds(work.busy if seconds is None else seconds, plan.num_devices)
@@ -151,7 +218,7 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the total may be used."""
+        """True if the total may be used."""
         return self.total <= self.usable
 
     def check(self) -> None:

@@ -11,7 +11,8 @@ from h100 import h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models import LlamaConfig
-from longctx.models.footprint import FP8_KV, cache_bytes
+from longctx.models.footprint import cache_bytes
+from longctx.models.validation import FP8_KV
 
 
 def check_step(config: LlamaConfig, dtype: Any, kv_dtype: str | None = None) -> str:

@@ -10,7 +10,7 @@ from abstract_step import abstract_params
 from h100 import h100_mesh
 from jax.sharding import Mesh
 
-from longctx.cli.engine_flags import check_memory
+from longctx.cli.engine import check_memory
 from longctx.cli.terminal import Console
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan

@@ -19,8 +19,9 @@ from hlo import IN_PLACE, collectives, copied_bytes, opcodes_of_size
 from jax.sharding import Mesh
 
 from longctx.models import LlamaConfig
-from longctx.models.footprint import FP8_KV, cache_bytes, kv_row_bytes
+from longctx.models.footprint import cache_bytes, kv_row_bytes
 from longctx.models.sharded_params import device_config
+from longctx.models.validation import FP8_KV
 from longctx.parallel.mesh import AXES
 from longctx.serving.distributed.mesh import arrange_devices
 from longctx.serving.runner.step_inputs import Shape

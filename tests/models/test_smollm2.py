@@ -12,7 +12,7 @@ import transformers
 from hf_reference import greedy, logits
 
 from longctx.models import Tokenizer, load_checkpoint, load_tokenizer, verify
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 

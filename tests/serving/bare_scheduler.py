@@ -58,7 +58,7 @@ class BareScheduler:
         sequence = Sequence(f"s{order}", order, prompt_length, max_tokens, self.now, **fields)  # type: ignore[arg-type]
         if document:
             sequence.keys = [f"{document} {i}".encode() for i in range(prompt_length // self.page_size)]
-        self.scheduler.check(prompt_length, max_tokens)
+        self.scheduler.planner.check(prompt_length, max_tokens)
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence

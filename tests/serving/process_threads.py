@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from longctx.serving.distributed import ProcessGroup, rendezvous
-from longctx.serving.distributed.cluster_env import ClusterEnv
+from longctx.serving.distributed.environment import ClusterEnv
 
 
 def free_port() -> int:

@@ -226,7 +226,7 @@ def test_an_exception_at_any_line_ends_the_engine_or_nothing(kind: signal.Signal
 
 def test_a_request_may_be_cancelled_before_it_has_entered() -> None:
     engine = make_engine()
-    claim = engine._jobs.claim
+    claim = engine.requests.claim
     outcomes: list[bool] = []
 
     def claim_and_cancel(*arguments: Any) -> None:
@@ -235,7 +235,7 @@ def test_a_request_may_be_cancelled_before_it_has_entered() -> None:
         thread.start()
         thread.join(30)
 
-    engine._jobs.claim = claim_and_cancel  # type: ignore[method-assign]
+    engine.requests.claim = claim_and_cancel  # type: ignore[method-assign]
     engine.submit(Request(PROMPTS[0], SIX, request_id="mine"))
     (event,) = engine.step()
     assert outcomes == [True]
@@ -336,7 +336,7 @@ def test_nobody_waits_for_a_step_to_submit_cancel_or_ask() -> None:
     entered.wait(30)
     second = engine.submit(Request(PROMPTS[1], SIX))
     third = engine.stream(PROMPTS[2], SIX)
-    assert engine.progress(second) == (0, 30)
+    assert engine.requests[second].progress == (0, 30)
     assert engine.cancel(first)
     assert engine.stats().running == 1
     third.close()

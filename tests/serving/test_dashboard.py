@@ -23,10 +23,8 @@ from longctx.parallel.cost import Hardware
 from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.server import own_metrics
 from longctx.serving.server.caches import Caches
-from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.utilisation import Peak
+from longctx.serving.server.metrics import Peak, ServerMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/longctx.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -38,16 +36,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The labels of every series that a server on known devices exports."""
     sheet = Hardware(1e12, 1e9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_metrics.Peak, "of", lambda engine: Peak(sheet.peak_flops, sheet.bandwidth))
+        patch.setattr(Peak, "of", lambda engine: Peak(sheet.peak_flops, sheet.bandwidth))
         disk = tmp_path_factory.mktemp("pages")
         thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
         metrics = ServerMetrics("longctx", thread, "m")
         prefills = {"decision": {"remote": 1}, "answer": {"done": 1}}
-        metrics.observe_transfers({"sent": TransferStats(), "received": TransferStats()}, prefills)
-        metrics.observe_caches(Caches(thread, "m", None, 1.0))
+        metrics.transfers, metrics.prefills = {"sent": TransferStats(), "received": TransferStats()}, prefills
+        metrics.caches = Caches(thread, "m", None, 1.0)
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
-    metrics._rendered = -1.0
-    return labels_of(metrics.render())
+    return labels_of(metrics.render(max_age=0))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +58,7 @@ def exported_by_routers() -> dict[str, set[str]]:
     stats = router.cluster.stats
     stats.assignments["one", "one"] = stats.transfers["one", "one"] = 1
     stats.rejections["ttft", "prefill"] = stats.failures["one", "broken"] = stats.refusals["ttft"] = 1
-    router.metrics._rendered = -1.0
-    found = labels_of(router.metrics.render())
+    found = labels_of(router.metrics.render(max_age=0))
     router.close()
     return found
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.serving import Engine, Event, Request, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
-from longctx.serving.engine.load import StepReport
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl, Refused
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread, Received
 
 GREEDY = SamplingParams(max_tokens=6)
@@ -319,14 +320,14 @@ def test_a_storm_of_retries_changes_nothing() -> None:
     for i in range(2):
         thread.submit(engine.prepare(Request([i, 2], ENDLESS)), Sink())
     prepared = engine.prepare(Request([7, 2], GREEDY))
-    outlooks, began = set(), time.monotonic()
+    estimates, began = set(), time.monotonic()
     for _ in range(2000):
         with pytest.raises(Refused) as caught:
             thread.submit(prepared, Sink())
-        outlooks.add(caught.value.outlook)
+        estimates.add(caught.value.estimate)
     assert time.monotonic() - began < 5
     assert thread.control.num_waiting == 2
-    assert None not in outlooks
+    assert None not in estimates
     assert len(thread.engine.scheduler.waiting) == 2
     thread.start()
     thread.close()
@@ -341,18 +342,18 @@ def test_deadlines_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(Refused, match=r"the first token is due in 0\.0001 s, and would come") as caught:
         thread.submit(late, Sink())
     assert caught.value.reason == "deadline"
-    assert caught.value.outlook is not None
+    assert caught.value.estimate is not None
     thread.submit(loose, Sink())
     thread.start()
     thread.close()
 
 
-def test_a_burst_of_deadlines_is_not_let_in_against_one_outlook() -> None:
+def test_a_burst_of_deadlines_is_not_let_in_against_one_estimate() -> None:
     """Those that came before count, though no step has seen them."""
     engine = make_engine(policy="fcfs", prefix_cache=False)
     thread = controlled()(engine)
     prompts = [[i + 1] * 80 for i in range(16)]
-    alone = thread.control.foresight._seconds_alone(engine.prepare(Request(prompts[0])))
+    alone = thread.control.estimator._seconds_alone(engine.prepare(Request(prompts[0])))
     refusals = []
     for prompt in prompts:
         prepared = engine.prepare(Request(prompt, SamplingParams(max_tokens=1), ttft_deadline=4 * alone))
@@ -366,11 +367,11 @@ def test_a_burst_of_deadlines_is_not_let_in_against_one_outlook() -> None:
     thread.close()
 
 
-def test_an_outlook_is_not_of_hours_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_is_not_of_hours_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_running=1)
     thread = controlled()(engine)
     prepared = engine.prepare(Request([1, 2], ENDLESS, ttft_deadline=1e4))
-    assert thread.control.foresight.of(prepared, {}, 1e4) is not None
+    assert thread.control.estimator.of(prepared, {}, 1e4) is not None
     engine.submit(prepared)
     go = hold(engine)
     stepping = threading.Thread(target=engine.step)
@@ -378,8 +379,8 @@ def test_an_outlook_is_not_of_hours_ago(monkeypatch: pytest.MonkeyPatch) -> None
     while not engine.stats().running:
         time.sleep(0.01)
     later = time.monotonic() + 3600
-    monkeypatch.setattr("longctx.serving.engine.outlook.time.monotonic", lambda: later)
-    assert thread.control.foresight.of(prepared, {}, 1e4) is None
+    monkeypatch.setattr("longctx.serving.engine.admission_control.time.monotonic", lambda: later)
+    assert thread.control.estimator.of(prepared, {}, 1e4) is None
     go.set()
     stepping.join()
 

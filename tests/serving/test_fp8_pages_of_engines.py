@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mesh_workload import ALL, STRATEGIES, UNEVEN, check_tokens, make_mesh_engine, oracle_of, run_workload
 from workload import Workload
 
-from longctx.models.footprint import FP8_KV as FP8
 from longctx.models.footprint import cache_bytes
+from longctx.models.validation import FP8_KV as FP8
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 

@@ -16,7 +16,7 @@ from test_page_loads import storing_engine
 
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
-from longctx.serving.distributed.load_ends import LoadEnds
+from longctx.serving.distributed.lockstep import LoadEnds
 from longctx.serving.distributed.orders import Located
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.leases import LeaseGone

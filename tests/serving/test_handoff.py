@@ -138,7 +138,7 @@ def test_what_later_stages_compute_still_does_not_go_along(length: int) -> None:
     engine = storing_engine(FakeStore(), 60, ParallelPlan(stage=3))
     engine.submit(Request([1] * 90, SamplingParams(max_tokens=1), "before"))
     engine.submit(Request(np.arange(length).tolist(), SamplingParams(max_tokens=4), "r"))
-    job = engine._jobs["r"]
+    job = engine.requests["r"]
     while not (job.sequences and job.sequences[0].state is State.DECODING):
         assert not any(event.request_id == "r" for event in engine.step())
     engine.hand_off("r", "lease")

@@ -12,7 +12,7 @@ from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.simulation import Instance, Record, Simulation
-from longctx.simulation.reports.plots import plot
+from longctx.simulation.reports.plots import draw_record, write_drawing
 from longctx.simulation.reports.report import idle_shares, summarize, table
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -173,7 +173,7 @@ def test_reports_say_how_long_ranks_wait(tmp_path: Path) -> None:
     assert "ranks wait" in table(summary)
     assert "ranks wait" not in table(summarize(serve([WorkloadRequest(0.0, 100, 1)], 1)))
     if importlib.util.find_spec("matplotlib"):
-        plot(record, tmp_path / "figure.svg")
+        write_drawing(lambda: draw_record(record), tmp_path / "figure.svg")
         text = (tmp_path / "figure.svg").read_text()
         for rank, share in enumerate(summary["idle_share"]):
             assert f"rank {rank}, {share:.0%} idle" in text

@@ -26,7 +26,7 @@ def test_a_lease_is_of_one_request() -> None:
 def test_of_two_requests_that_come_at_once_one_has_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = storing_engine(FakeStore(), 60)
     with monkeypatch.context() as during:
-        during.setattr(engine, "_apply_updates", lambda: None)  # as if a step ran
+        during.setattr(engine._lock, "apply", lambda: None)  # as if a step ran
         engine.submit(Request([1] * 20, ONE, "first", lease="a"))
         engine.submit(Request([2] * 24, ONE, "second", lease="a"))
     outputs: dict[str, list[Output]] = {}
@@ -71,7 +71,7 @@ class Clock:
 
 def leased_engine(prompts: list[list[int]], **options: Any) -> Engine:
     engine = storing_engine(FakeStore(), 40, **options)
-    engine.pages._clock = engine._clock = Clock()
+    engine.now = Clock()
     for i, prompt in enumerate(prompts):
         engine.submit(Request(prompt, ONE, lease=f"lease {i}"))
     run(engine, {})

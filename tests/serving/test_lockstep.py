@@ -4,7 +4,6 @@ import dataclasses
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_device import make_engine
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from workload import Workload
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Arrival
 
 
 @settings(max_examples=4)
@@ -78,7 +78,7 @@ def test_followers_get_requests_whole() -> None:
     def act(group: ProcessGroup) -> Any:
         lockstep = Lockstep(group)
         if group.is_first:
-            lockstep.note_arrival(request, np.array([1, 2, 3]), "mine", 0.5)
+            lockstep.note(Arrival(request, "mine", 0.5))
             lockstep.note_step(1.0)
             return None
         ((arrival,),) = (order.updates for order in lockstep.orders())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Event, ParallelPlan, Request, SamplingParams
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.serving.scheduler.look_ahead import Outlook, copy_scheduler, look_ahead
+from longctx.serving.scheduler.look_ahead import TtftEstimate, copy_scheduler, look_ahead
 from longctx.serving.scheduler.policy import POLICIES
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import VirtualExecutor
@@ -56,7 +56,7 @@ def as_sequence(engine: Engine, request: Request) -> Sequence:
     )
 
 
-def outlook_of(engine: Engine, request: Request, horizon: float) -> Outlook:
+def estimate_of(engine: Engine, request: Request, horizon: float) -> TtftEstimate:
     now, twin = engine.now(), copy_scheduler(engine.scheduler)
     return look_ahead(twin, [as_sequence(engine, request)], now, now, horizon, to_its_end)
 
@@ -87,12 +87,12 @@ def test_the_first_token_comes_when_predicted(
         engine.step()
     twin, now = copy_scheduler(engine.scheduler), engine.now()
     request = submit(engine, rng, "new")
-    outlook = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
+    estimate = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
     (output,) = [event.output for event in run(engine) if event.request_id == "new" and event.output]
-    if outlook.first_token is None:  # further away than it looks
-        assert output.metrics.ttft > outlook.looked - 1e-9
+    if estimate.first_token is None:  # further away than it looks
+        assert output.metrics.ttft > estimate.looked - 1e-9
     else:
-        assert output.metrics.ttft == pytest.approx(outlook.first_token, rel=1e-6)
+        assert output.metrics.ttft == pytest.approx(estimate.first_token, rel=1e-6)
 
 
 def run(engine: Engine) -> list[Event]:
@@ -118,14 +118,14 @@ def test_steps_in_flight_make_little_difference(seed: int, stage: int, run_ahead
         engine.step()
     twin, now = copy_scheduler(engine.scheduler), engine.now()
     request = submit(engine, rng, "new")
-    outlook = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
+    estimate = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
     (output,) = [event.output for event in run(engine) if event.request_id == "new" and event.output]
     longest = DEVICE.seconds(Work().with_chunk(400, 64, True))
     in_flight = (run_ahead + 2 * stage) * longest
-    if outlook.first_token is None:
-        assert output.metrics.ttft > outlook.looked - in_flight
+    if estimate.first_token is None:
+        assert output.metrics.ttft > estimate.looked - in_flight
     else:
-        assert output.metrics.ttft == pytest.approx(outlook.first_token, abs=in_flight, rel=0.1)
+        assert output.metrics.ttft == pytest.approx(estimate.first_token, abs=in_flight, rel=0.1)
 
 
 @settings(max_examples=20, deadline=None)
@@ -188,9 +188,9 @@ def test_what_a_request_waits_for(options: dict[str, object], bound: str) -> Non
         engine.submit(Request(prompt, SamplingParams(max_tokens=38, ignore_eos=True)))
         engine.step()
     request = Request([1] * 50, SamplingParams(max_tokens=8))
-    outlook = outlook_of(engine, request, 1e9)
-    assert outlook.bound == bound
-    assert "by prediction" in str(outlook)
+    estimate = estimate_of(engine, request, 1e9)
+    assert estimate.bound == bound
+    assert "by prediction" in str(estimate)
 
 
 def test_the_horizon_ends_the_look() -> None:
@@ -198,9 +198,9 @@ def test_the_horizon_ends_the_look() -> None:
     engine.submit(Request([1] * 50, SamplingParams(max_tokens=200, ignore_eos=True)))
     engine.step()
     request = Request([1] * 50, SamplingParams(max_tokens=8))
-    outlook = outlook_of(engine, request, 0.5)
-    assert outlook.first_token is None
-    assert 0.5 < outlook.looked < 0.6
-    assert outlook.is_after(0.5)
-    assert not outlook.is_after(1.0)
-    assert "not before 0.5" in str(outlook)
+    estimate = estimate_of(engine, request, 0.5)
+    assert estimate.first_token is None
+    assert 0.5 < estimate.looked < 0.6
+    assert estimate.is_after(0.5)
+    assert not estimate.is_after(1.0)
+    assert "not before 0.5" in str(estimate)

@@ -21,7 +21,7 @@ from longctx.cluster.transfer.local import LocalReceiver
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving import Engine, Output, Request, SamplingParams
 from longctx.serving.kv_cache.connector import PageRead
 from longctx.serving.request.handoff import Handoff

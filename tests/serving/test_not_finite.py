@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dense_oracle import ORACLE, VOCAB, Oracle, make_engine, make_model
 
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving import Engine, ParallelPlan, Request, SamplingParams
 
 BAD = 13  # the token whose embedding is not finite

@@ -1,7 +1,6 @@
 """Logs of requests, OpenTelemetry spans, and what attaches them to a server."""
 
 import contextlib
-import inspect
 import io
 import json
 import logging
@@ -16,12 +15,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from longctx.cli.arguments.observe import OBSERVERS
 from longctx.serving import Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.server import logs
-from longctx.serving.server.observers import Observers, ObserverSettings
+from longctx.serving.server.observers import Observers
+from longctx.serving.server.settings import ObserverSettings
 from longctx.serving.server.tracing import Tracing, otlp_exporter
 
 SECRET = [11, 12, 13, 14, 15]
@@ -246,8 +245,3 @@ def test_events_that_other_hosts_could_read_are_warned_of(caplog: pytest.LogCapt
         with observed(kv_events=f"tcp://{host}:*", kv_events_replay="tcp://127.0.0.1:*"):
             pass
         assert ("reads prompts: it is open to other hosts" in caplog.text) == warns
-
-
-def test_flags_have_the_defaults_of_the_settings() -> None:
-    defaults = {name: x.default for name, x in inspect.signature(ObserverSettings).parameters.items()}
-    assert {name: default for name, default, *_ in OBSERVERS} | {"log_format": None, "log_prompts": False} == defaults

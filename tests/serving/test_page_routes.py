@@ -19,8 +19,8 @@ from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed
 from longctx.serving.server.routes import page as routes
 
 MODEL = routes.PageModel("tiny", False, 256, True)
-FILES = routes.read_files()
-SCRIPTS = {name: file.content.decode() for name, file in FILES.items() if name.endswith(".js")}
+FILES = {path.name: path.read_bytes() for path in routes.DIRECTORY.iterdir()}
+SCRIPTS = {name: content.decode() for name, content in FILES.items() if name.endswith(".js")}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_files_come_with_a_policy_that_allows_their_own_scripts_alone(client: Te
 
 
 def test_the_page_has_no_script_or_style_within() -> None:
-    page = Tags(FILES["index.html"].content.decode())
+    page = Tags(FILES["index.html"].decode())
     assert page.inside == []
     names = {name for _, attributes in page.tags for name in attributes}
     assert not {name for name in names if name.startswith("on")} | names & {"style"}
@@ -77,14 +77,14 @@ def test_the_page_has_no_script_or_style_within() -> None:
 
 
 def test_every_file_that_a_file_asks_for_is_there() -> None:
-    page = Tags(FILES["index.html"].content.decode())
+    page = Tags(FILES["index.html"].decode())
     asked = {value for _, attributes in page.tags for name in ("src", "href") if (value := attributes.get(name))}
     asked = {urljoin("/", value) for value in asked if not value.startswith("#")}
     for text in SCRIPTS.values():
         asked |= {urljoin("/page/static/", name) for name in re.findall(r'from "(.+?)"', text)}
     assert asked == {f"/page/static/{name}" for name in FILES} - {"/page/static/index.html"}
-    assert b"url(" not in FILES["style.css"].content
-    assert b"@import" not in FILES["style.css"].content
+    assert b"url(" not in FILES["style.css"]
+    assert b"@import" not in FILES["style.css"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -94,7 +94,7 @@ def test_scripts_never_turn_text_into_markup_or_code(name: str) -> None:
 
 
 def test_other_names_are_not_found(client: TestClient) -> None:
-    for path in ("none.js", "..%2fgate.py", "%2e%2e/gate.py", "__init__.py", "/etc/passwd"):
+    for path in ("none.js", "..%2fauth.py", "%2e%2e/auth.py", "__init__.py", "/etc/passwd"):
         assert client.get(f"/page/static/{path}").status_code == 404
 
 

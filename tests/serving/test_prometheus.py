@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from longctx.models import Llama, LlamaConfig
 from longctx.parallel.cost import Hardware
 from longctx.serving import ParallelPlan, Request, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
-from longctx.serving.server import utilisation
-from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.utilisation import ModelCost
+from longctx.serving.server import metrics as server_metrics
+from longctx.serving.server.metrics import ModelCost, ServerMetrics
 
 # The metrics, types and labels of vLLM that dashboards, llm-d and the gateway API's inference extension read.
 VLLM = {
@@ -87,8 +87,7 @@ def run(thread: EngineThread, requests: list[Request]) -> list[Output]:
 
 
 def fresh(metrics: ServerMetrics) -> Samples:
-    metrics._rendered = -1.0
-    return Samples(metrics.render())
+    return Samples(metrics.render(max_age=0))
 
 
 def test_names_types_and_buckets_are_those_that_others_read() -> None:
@@ -245,7 +244,7 @@ def test_estimated_operations_agree_with_those_that_xla_counts() -> None:
 
 def test_utilisation_is_shown_where_the_devices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = Hardware(1e9, 1e9, memory_bandwidth=1e9)
-    monkeypatch.setattr(utilisation, "data_sheet", lambda device: sheet)
+    monkeypatch.setattr(server_metrics, "data_sheet", lambda device: sheet)
     engine = make_dense_engine()
     thread = EngineThread(engine)
     metrics = ServerMetrics("vllm", thread, "m")
@@ -277,8 +276,7 @@ def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
 
     def scrape() -> None:
         while not stop.is_set():
-            metrics._rendered = -1.0
-            got = Samples(metrics.render())
+            got = Samples(metrics.render(max_age=0))
             bucket = got.get_one("vllm:inter_token_latency_seconds_bucket", le="+Inf")
             assert bucket == got.get_one("vllm:inter_token_latency_seconds_count")
             seen["gaps"].append(bucket)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import drive, recorded_engine, replay, summary
 
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving import Engine, Output, ParallelPlan
 from longctx.serving.recording import writer
 from longctx.serving.recording.header import Header

@@ -8,10 +8,10 @@ import pytest
 from process_threads import free_port, in_threads, meet, run_processes
 
 from longctx.serving.distributed import ProcessGroup, initialize, rendezvous
-from longctx.serving.distributed.cluster_env import ClusterEnv
-from longctx.serving.distributed.control import PROCESS_0, ControlClient, ControlServer
-from longctx.serving.distributed.hello import Hello
+from longctx.serving.distributed.connections import PROCESS_0, ControlClient, ControlServer
+from longctx.serving.distributed.environment import ClusterEnv
 from longctx.serving.distributed.network import Network, derive_key, resolve
+from longctx.serving.distributed.rendezvous import JoinRequest
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def die_after(coordinator: str, num_processes: int, kind: str) -> None:
     """Be process 1 until an answer of this kind comes."""
     network = Network("127.0.0.1", 5)
     control = ControlClient(network, derive_key(None), resolve(coordinator), 1)
-    hello, answers = Hello(1, "alpha", time.time(), {"num_processes": num_processes}), []
+    hello, answers = JoinRequest(1, "alpha", time.time(), {"num_processes": num_processes}), []
     while kind not in answers:
         control.send(PROCESS_0, "hello", hello.to_json())
         control.socket.poll(200)
@@ -249,7 +249,7 @@ def test_invalid_arguments_are_named(arguments: tuple[Any, ...], message: str) -
 
 
 def test_a_slurm_environment_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longctx.serving.distributed.cluster_env import detect
+    from longctx.serving.distributed.environment import detect
 
     environment = {"JOB_ID": "77", "STEP_NODELIST": "node[3-4]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in environment.items():

@@ -125,7 +125,7 @@ def test_invalid_request_fields_are_refused() -> None:
     ("options", "message"),
     [
         ({"page_size": 0}, "page_size must be an integer of at least 1"),
-        ({"run_ahead": 9}, "run_ahead must be at most 8"),
+        ({"run_ahead": 9}, "run_ahead must be an integer of 1 to 8"),
         ({"token_budget": 4}, "token_budget must have a row for each of max_running=6"),
         ({"policy": "fifo"}, "policy must be one of fcfs, edf, srpf, lrs, lrs_relative, ilrs, got 'fifo'"),
         ({"policy": 3}, "policy must be a name or have `urgency` and `share`"),

@@ -12,8 +12,8 @@ import zmq
 from process_threads import free_port, in_threads, meet, run_processes
 
 from longctx.serving.distributed import ProcessGroup, initialize
-from longctx.serving.distributed.control import ControlServer
-from longctx.serving.distributed.group_secret import make_group_secret
+from longctx.serving.distributed.connections import ControlServer
+from longctx.serving.distributed.environment import make_group_secret
 from longctx.serving.distributed.network import Key, Network, derive_key, make_key
 
 SECRET = make_group_secret()
@@ -61,7 +61,7 @@ def undisturbed(act: Any, no_exit: list[int], caplog: pytest.LogCaptureFixture, 
         else:
             assert group.receive().header["kind"] == "step"
         values = group.gather("number", group.process_id)
-        return values, group.watchdog._control.strangers.count if group.is_first else 0
+        return values, group.watchdog._control.rejected.count if group.is_first else 0
 
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
@@ -136,9 +136,9 @@ def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:
         if group.is_first:
             thread = threading.Thread(target=flood, args=(ports(group)[0], derive_key(None)))
             thread.start()
-            strangers = group.watchdog._control.strangers
+            rejected = group.watchdog._control.rejected
             deadline = time.monotonic() + 30
-            while strangers.count < 1000 and time.monotonic() < deadline:
+            while rejected.count < 1000 and time.monotonic() < deadline:
                 time.sleep(0.05)
         try:
             return group.gather("number", group.process_id, 30)

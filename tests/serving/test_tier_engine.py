@@ -25,7 +25,7 @@ from tiered_engines import (
     store_of,
 )
 
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving import Output, ParallelPlan, Request, SamplingParams
 
 NEAR = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=LOGPROBS)

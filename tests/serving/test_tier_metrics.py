@@ -16,7 +16,7 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.server.kv_events import KvEvents, block_hash
-from longctx.serving.server.prometheus import ServerMetrics
+from longctx.serving.server.metrics import ServerMetrics
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
 PROMPT = [i % 50 for i in range(40)]
@@ -39,10 +39,11 @@ def test_metrics_of_tiers_are_what_happened(tmp_path: Path) -> None:
     engine = make_tiered_engine(tiers=tiers(tmp_path))
     store = engine.pages.store
     assert isinstance(store, TieredStore)
-    metrics = ServerMetrics("vllm", EngineThread(engine), "m")
+    thread = EngineThread(engine)
+    metrics = ServerMetrics("vllm", thread, "m")
     assert ask(engine, PROMPT) == 0
     assert ask(engine, PROMPT) == 36
-    metrics._own._thread.load = metrics._own._thread._look()
+    thread.load = thread._look()
     got = fresh(metrics)
     assert got.get_one("longctx:kv_tier_stored_total", tier="host") == 11  # of 44 tokens
     assert got.get_one("longctx:kv_tier_stored_total", tier="disk") == 11
@@ -74,7 +75,7 @@ def test_metrics_of_transfers_are_those_of_both_directions() -> None:
     metrics = ServerMetrics("longctx", EngineThread(engine), "m")
     assert "kv_transfer" not in fresh(metrics).types
     sent, received = TransferStats(), TransferStats()
-    metrics.observe_transfers({"sent": sent, "received": received})
+    metrics.transfers = {"sent": sent, "received": received}
     sent.add_block(1000)
     received.add_outcome("lost")
     received.strangers = 2

@@ -15,7 +15,7 @@ from process_threads import run_processes
 from test_stored_pages import LAYOUT, oracle
 from tiered_fake import TieredExecutor, make_tiered_engine, settle
 
-from longctx.models.footprint import FP8_KV
+from longctx.models.validation import FP8_KV
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.thread import EngineThread

@@ -13,12 +13,12 @@ from pathlib import Path
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan
-from longctx.simulation.baselines import make_simulation
 from longctx.simulation.cluster import Change, ClusterDeployment, ClusterSettings
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.record import Record
 from longctx.simulation.workloads import Lengths, arrive_at_rate, make_conversations, make_mix, synthesize
+from papers.baselines import make_simulation
 
 STORED = Path(__file__).with_suffix(".json")
 _SMALL = MODELS["llama-3-8b"]

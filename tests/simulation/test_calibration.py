@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longctx.parallel.device_tables import DEVICES, LINKS
-from longctx.serving.predictor.tables import LAYER_OPERATORS, Row
-from longctx.simulation import calibration
-from longctx.simulation.calibration import (
+from benchmarks import calibration
+from benchmarks.calibration import (
     SHAPE,
     fit_decode_attention,
     fit_layers,
@@ -21,6 +19,8 @@ from longctx.simulation.calibration import (
     layer_work,
     read_rows,
 )
+from longctx.parallel.device_tables import DEVICES, LINKS
+from longctx.serving.predictor.tables import LAYER_OPERATORS, Row
 
 TRUE = dataclasses.replace(
     DEVICES["A100"], flops_share=0.66, memory_share=0.85, overlap=0.4, element_share=0.5, layer_seconds=2e-5

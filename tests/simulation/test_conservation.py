@@ -103,7 +103,6 @@ def test_no_device_computes_or_reads_more_than_it_can(plan: ParallelPlan) -> Non
     devices = plan.num_devices
     assert 0 < mfu(MODEL, totals, TOPOLOGY.device, devices) < 1
     assert 0 < mbu(MODEL, totals, TOPOLOGY.device, plan) < 1
-    assert record.device_seconds == pytest.approx(devices * record.seconds)
 
 
 def test_flops_are_those_of_the_layers() -> None:

@@ -16,7 +16,7 @@ from longctx.serving.predictor.work import Work
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
 from longctx.simulation.deployment import BaselineDeployment, Deployment
 from longctx.simulation.models import MODELS
-from longctx.simulation.planner.search import Fallen, Goal, Planned, evaluate
+from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
 from longctx.simulation.utilization import max_tokens, model_bytes
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -85,7 +85,7 @@ def test_a_long_decode_is_simulated_faster() -> None:
 def test_a_prompt_that_memory_refused_is_planned() -> None:
     goal = Goal(700_000, 10_000.0, 10.0)
     found = [evaluate(LLAMA, RDMA, 1, goal, ParallelPlan(), "static:4096", 4096, dtype) for dtype in (None, FP8)]
-    assert isinstance(found[0], Fallen)
+    assert isinstance(found[0], RejectedPlan)
     assert found[0].reason == "memory"
     assert isinstance(found[1], Planned)
     assert found[1].deployment.config.kv_dtype == FP8

@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import inf
 from typing import Literal
 
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role, check_joins, check_report, check_role
+from longctx.cluster.conductor.config import ConductorConfig, Role
+from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from longctx.serving.validation import check_bool, check_integer, check_real, shown
+from longctx.serving.validation import AboveZero, Count, Range, Share, check_fields, check_real, shown
 
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
 AdmissionName = Literal["none", "baseline", "early_rejection", "predicted_early_rejection"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 PrefillLoad = Literal["request", "instance"]
+_AtLeastZero = Annotated[float, Range(0)]
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 
 
@@ -25,16 +28,14 @@ class RoleConfig:
       TypeError, ValueError: a setting is of another type or out of range.
     """
 
-    high: float = 0.9
-    low: float = 0.5
-    seconds: float = 30.0
-    cool_down: float = 60.0
+    high: _AtLeastZero = 0.9
+    low: _AtLeastZero = 0.5
+    seconds: _AtLeastZero = 30.0
+    cool_down: _AtLeastZero = 60.0
 
     def __post_init__(self) -> None:
-        check_real("high", self.high, 0)
+        check_fields(self)
         check_real("low", self.low, 0, self.high)
-        check_real("seconds", self.seconds, 0)
-        check_real("cool_down", self.cool_down, 0)
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,21 @@ class ConductorConfig:
 
     policy: str | Callable[..., Any] = "kvcache_centric"
     admission: AdmissionName | Callable[..., Any] = "early_rejection"
-    ttft: float = 30.0
-    tpot: float = 0.1
+    ttft: AboveZero = 30.0
+    tpot: AboveZero = 0.1
     is_inline: bool = True
-    balancing_threshold: float = 4.0
+    balancing_threshold: Annotated[float, Range(1)] = 4.0
     prefill_load: PrefillLoad = "request"
-    load_limit: float = 1.0
-    decode_limit: float = 1.0
-    priority_step: float = 0.1
-    decode_seconds: float | None = None
-    defer_seconds: float = 0.0
+    load_limit: AboveZero = 1.0
+    decode_limit: AboveZero = 1.0
+    priority_step: _AtLeastZero = 0.1
+    decode_seconds: AboveZero | None = None
+    defer_seconds: _AtLeastZero = 0.0
     roles: RoleConfig | None = None
-    swap_above: float = 0.95
-    swap_below: float = 0.9
-    swap_seconds: float = 60.0
-    seed: int = 0
+    swap_above: Share = 0.95
+    swap_below: Share = 0.9
+    swap_seconds: _AtLeastZero = 60.0
+    seed: Count = 0
 
     def __post_init__(self) -> None:
         if not callable(self.policy) and self.policy not in POLICIES:
@@ -100,19 +101,7 @@ class ConductorConfig:
         if not callable(self.admission) and self.admission not in ADMISSIONS:
             names = ", ".join(ADMISSIONS)
             raise ValueError(f"admission must be one of {names} or a callable, got {shown(self.admission)}")
-        if self.prefill_load not in get_args(PrefillLoad):
-            raise ValueError(f'prefill_load must be "request" or "instance", got {shown(self.prefill_load)}')
-        for name in ("ttft", "tpot", "load_limit", "decode_limit", "decode_seconds"):
-            value = getattr(self, name)
-            if (value is not None or name != "decode_seconds") and not check_real(name, value, 0) > 0:
-                raise ValueError(f"{name} must be more than 0, got {shown(value)}")
-        check_bool("is_inline", self.is_inline)
-        check_real("priority_step", self.priority_step, 0)
-        check_real("balancing_threshold", self.balancing_threshold, 1)
-        check_real("defer_seconds", self.defer_seconds, 0)
-        check_real("swap_above", self.swap_above, 0, 1)
+        check_fields(self)
         check_real("swap_below", self.swap_below, 0, self.swap_above)
-        check_real("swap_seconds", self.swap_seconds, 0)
         if self.roles is not None and not isinstance(self.roles, RoleConfig):
             raise TypeError(f"roles must be a RoleConfig or None, got {shown(self.roles)}")
-        check_integer("seed", self.seed, 0)

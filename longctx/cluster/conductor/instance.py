@@ -3,15 +3,13 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.prefix_index.index import TIERS
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
-Role = Literal["prefill", "decode", "both"]
 """The stages that an instance computes: prompts, answers, or both (a coupled one decodes what it prefills)."""
-
-ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
 Bound = Literal["ttft", "tbt", "memory", "prefill_load", "decode_load", "no_instance"]

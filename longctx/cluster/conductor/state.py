@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.config import ConductorConfig, Role
+from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.cluster.launcher.supervised import Command, Supervised
 
 _HOST = "127.0.0.1"

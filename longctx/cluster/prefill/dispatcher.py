@@ -39,9 +39,9 @@ from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.handoff import Handoff, Progress
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.gate import TENANT_HEADER
-from longctx.serving.server.transfers import PagePrefix
+from longctx.serving.server.schemas import PagePrefix
 from longctx.serving.validation import check_integer
 
 _LOG = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from longctx.cluster.router.http_stream import Head, HttpStream
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
-from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.migration import split_lines
+from longctx.serving.server.relay import EventLine, decode_events, split_lines
 from longctx.serving.validation import check_real
 
 _LOOK = httpx.Timeout(2.0)

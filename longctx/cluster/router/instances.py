@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
+from longctx.cluster.conductor.config import ROLES, Role
+from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, check_url
 

@@ -22,12 +22,11 @@ from longctx.cluster.conductor.request import Assignment, Bound, ClusterRequest,
 from longctx.cluster.router.instance_client import ProtocolError, Refused
 from longctx.cluster.router.instances import Instance, Instances
 from longctx.cluster.router.router_metrics import RouterStats
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.event_lines import EventLine
-from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+from longctx.serving.server.relay import EventLine, RelayBroken, RelayedOutputs
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,17 @@ from longctx.cluster.router.instances import Instances
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
-from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
-from longctx.serving.server.series import Histogram, counter, counters, gauge, gauges, one_two_five, table
+from longctx.serving.server.series import (
+    Histogram,
+    RenderedMetrics,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    one_two_five,
+    table,
+)
+from longctx.serving.server.settings import check_prefix
 
 PREFIX = "longctx:cluster_"
 _VIEWS = (

@@ -17,10 +17,9 @@ from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.serving.server.app import COMMON_BODIES, app_of
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.gate import visitor_of
-from longctx.serving.server.page_feed import PageFeed, describe_output
+from longctx.serving.server.page_feed import PageFeed
 from longctx.serving.server.routes.page import PageModel, page_routes
-from longctx.serving.server.schemas.base import Body, body_of
+from longctx.serving.server.schemas import Body, body_of
 
 _INTERVAL = 0.5  # seconds between two messages of the page
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -55,12 +54,11 @@ def make_router_app(server: RouterServer) -> FastAPI:
 
 
 def _cluster_router(server: RouterServer) -> APIRouter:
-    """Make `/cluster/*`, which needs the key of an administrator, where there is one."""
+    """Make `/cluster/*`, which `AuthMiddleware` lets administrators alone use, where there are keys."""
     router = APIRouter(tags=["cluster"])
     instances = server.instances
 
     async def find(request: Request, kind: type[InstanceBody] = InstanceBody) -> tuple[Instance, Any]:
-        _check_admin(request)
         body = await server.bodies.fields(request, kind)
         url = (body.url or "").rstrip("/")
         found = next((each for each in instances if each.name == body.name or each.client.url == url), None)
@@ -69,15 +67,13 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         return found, body
 
     @router.get("/cluster/instances")
-    async def list_instances(request: Request) -> JSONResponse:
+    async def list_instances() -> JSONResponse:
         """All instances: their states, why some are not open, what they have to do and hold."""
-        _check_admin(request)
         return JSONResponse({"instances": _describe(server), "indexed_blocks": server.index.num_blocks})
 
     @router.post("/cluster/register", openapi_extra=body_of(RegisterBody))
     async def register(request: Request) -> JSONResponse:
         """Add an instance, which joins when it answers; the same one again changes nothing."""
-        _check_admin(request)
         body = await server.bodies.fields(request, RegisterBody)
         try:
             instance = instances.add(body.url, body.name, body.role)
@@ -114,11 +110,6 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         return JSONResponse({"name": instance.name, "role": instance.role})
 
     return router
-
-
-def _check_admin(request: Request) -> None:
-    if not visitor_of(request).is_admin:
-        raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
 
 
 def _describe(server: RouterServer) -> list[dict[str, Any]]:
@@ -256,13 +247,7 @@ class _ClusterFeed(PageFeed):
         super().__init__(_INTERVAL)
         self._server = server
 
-    def _has_news(self) -> bool:
-        return True
-
-    def _skip_to_now(self) -> None:
-        self._told_output = self._num_outputs
-
-    def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
+    def _message(self, is_first: bool) -> str:
         server = self._server
         instances = [*self._instances()]
         load = {
@@ -275,10 +260,7 @@ class _ClusterFeed(PageFeed):
             "held": [each["held"] for each in instances],
         }
         pools = {name: _finite(round(value, 3)) for name, value in server.loads().items()}
-        with self._lock:
-            outputs = [one for one in self._outputs if one[0] > after_output]
-        ended = [describe_output(number, output) for number, output in outputs]
-        message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": ended}
+        message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": self._ended(is_first)}
         return json.dumps(message | {"instances": instances, "pools": pools}, separators=(",", ":"))
 
     def _instances(self) -> Iterable[dict[str, Any]]:

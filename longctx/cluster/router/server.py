@@ -12,8 +12,7 @@ import httpx
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.conductor.request import ClusterRequest, Rejection
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
@@ -25,16 +24,14 @@ from longctx.models.chat_template import ChatTemplate
 from longctx.models.config import LlamaConfig
 from longctx.models.tokenizer import Tokenizer
 from longctx.serving.config import EngineConfig
-from longctx.serving.engine.departure import Sink
+from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest, Request
-from longctx.serving.server.active_call import Limits
-from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
-from longctx.serving.server.read_call import CallReader, CallRules
+from longctx.serving.server.request_parser import ChatFormat, RequestParser
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.transfers import Received
 
@@ -42,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _UPKEEP_SECONDS = 1.0  # between two looks at roles and cold blocks
 _RETRY = 2.0  # seconds after which instances may be there
-_NO_TARGET = 1e9
 
 MOST_ID = 200
 """Characters of a request's id that instances are told: the last ones, which make it unique."""
@@ -198,25 +194,20 @@ class RouterServer(Frontend):
         chat_template: ChatTemplate | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
-        self.model, self._config, self._router, self._members = model, config, router, tuple(members)
-        self._max_length = config.longest_sequence(model.max_positions)
+        max_length = config.longest_sequence(model.max_positions)
         page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
-        chat_format = ChatFormat(tokenizer, chat_template)
-        least = config.slo.tpot if settings.min_tpot is None else settings.min_tpot
-        rules = CallRules(
+        parser = RequestParser(
+            InputProcessor(model, config, max_length, tokenizer, page_hash),
+            ChatFormat(tokenizer, chat_template),
             model_names,
-            self._max_length,
+            settings,
+            config,
+            max_length,
             model.vocab_size,
-            settings.default_max_tokens,
-            settings.max_prompts,
-            settings.max_priority,
-            _NO_TARGET if least is None else least,
-            config.prefix_cache,
+            config.slo.tpot,
         )
-        processor = InputProcessor(model, config, self._max_length, tokenizer, page_hash)
-        super().__init__(
-            model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
-        )
+        super().__init__(parser, settings)
+        self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
         self.events = KvEventReader(self.index)
@@ -227,14 +218,15 @@ class RouterServer(Frontend):
             config.page_size,
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
-            self._max_length,
+            self.max_length,
             router.bandwidth,
             router.latency,
             router.look_seconds,
         )
         self.cluster = ClusterBackend(
-            self.conductor, self.instances, model.vocab_size, self._max_length, self.failures, self._flush
+            self.conductor, self.instances, model.vocab_size, self.max_length, self.failures, self._flush
         )
+        self.backend = self.cluster
         self.metrics: RouterMetrics = RouterMetrics(
             router.metrics_prefix,
             model_names[0],
@@ -256,24 +248,6 @@ class RouterServer(Frontend):
     def loads(self) -> dict[str, float]:
         """Predicted time over its SLO, by pool."""
         return self.conductor.loads(self.now())._asdict()
-
-    # What `Frontend` asks.
-
-    @property
-    def backend(self) -> ClusterBackend:
-        return self.cluster
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self._config.max_running, self._router.max_waiting)
-
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
 
     def now(self) -> float:
         return time.monotonic()

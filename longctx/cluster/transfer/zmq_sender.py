@@ -43,8 +43,7 @@ from longctx.cluster.transfer.mooncake import MooncakeStaging
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.socket_thread import SocketThread, check_ip, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Address, Network
-from longctx.serving.distributed.strangers import Strangers
+from longctx.serving.distributed.network import Address, Network, RejectedConnections
 from longctx.serving.kv_cache.page_layout import PageLayout
 
 _LOG = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class PageSender(SocketThread):
             self._socket = self._network.serve(zmq.ROUTER, key)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._rejected = Strangers(f"transfers at {ip}")
+            self._rejected = RejectedConnections(f"transfers at {ip}")
             self._rejected.monitor(self._socket)
             self._socket.bind(f"tcp://{Address(ip, port)}" if port else f"tcp://{Address(ip, 0)}".replace(":0", ":*"))
         except zmq.ZMQError as error:

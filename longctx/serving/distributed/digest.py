@@ -1,4 +1,4 @@
-"""A digest of an engine's decisions, which processes and replays compare, and the last decisions for error messages."""
+"""Digest of an engine's decisions, which processes and replays compare, and the last decisions for error messages."""
 
 import hashlib
 import struct
@@ -15,7 +15,7 @@ _EXCHANGES = ("", "kvp", "pass_q", "pass_kv", "all_gather")
 
 
 class DecisionDigest:
-    """A running hash of all planned batches and sampled tokens, and the last few of them as text.
+    """Running hash of all planned batches and sampled tokens, and the last few of them as text.
 
     The hash is BLAKE2b over integers of 64 bits, little-endian: the same in every process and version of Python.
 
@@ -31,7 +31,7 @@ class DecisionDigest:
 
     @property
     def digest(self) -> str:
-        """Of all decisions so far, in hexadecimal."""
+        """Digest of all decisions so far, in hexadecimal."""
         return self._hash.hexdigest()
 
     @property
@@ -60,7 +60,7 @@ class DecisionDigest:
 
 
 def describe(plan: bytes) -> str:
-    """A plan, as from `plan_bytes`, as a line of text."""
+    """Describe a plan, as from `plan_bytes`, in a line of text."""
     index, count = struct.unpack_from("<2q", plan)
     flags = len(plan) - 2 * count
     exchange = plan[-1] if flags % 8 else 0
@@ -86,7 +86,7 @@ def describe(plan: bytes) -> str:
 
 
 def plan_bytes(batch: Batch) -> bytes:
-    """What a batch decides, as bytes: no two decisions have the same."""
+    """Encode what a batch decides as bytes: no two decisions have the same."""
     numbers = [batch.index, len(batch.chunks)]
     flags = b""
     if batch.chunks:
@@ -110,10 +110,10 @@ def plan_bytes(batch: Batch) -> bytes:
 
 
 def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:
-    """Integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
+    """Pack integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
     return struct.pack(f"<{len(numbers)}{kind}", *numbers)
 
 
 def unpack(kind: Literal["i", "q"], packed: bytes) -> tuple[int, ...]:
-    """The integers that were packed."""
+    """Unpack integers that were packed."""
     return struct.unpack(f"<{len(packed) // (4 if kind == 'i' else 8)}{kind}", packed)

@@ -1,4 +1,4 @@
-"""`initialize`: processes find each other, compare their software, and make their devices one JAX system."""
+"""`initialize`: meeting of processes, which compare their software and make their devices one JAX system."""
 
 import contextlib
 import hashlib
@@ -12,8 +12,7 @@ import jaxlib
 
 import longctx
 from longctx import extras
-from longctx.serving.distributed.cluster_env import ClusterEnv, detect
-from longctx.serving.distributed.group_secret import find_group_secret
+from longctx.serving.distributed.environment import ClusterEnv, detect, find_group_secret
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.validation import check_integer, check_real
 
@@ -41,9 +40,9 @@ def initialize(
       join_timeout: seconds within which all processes have to come, and for which they later wait for each other to
         load and compile; at least 0.5.
       ports: (first, last) of the ports of which process 0 listens on one beside the coordinator's. None: any.
-      group_secret: text of at least 32 characters that all processes share, as from `longctx group-secret`: only who
-        has it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must be a
-        loopback address.
+      group_secret: text of at least 32 characters that all processes share, as from `longctx group-secret`: only
+        processes with it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must
+        be a loopback address.
 
     Returns:
       The group, which is what `Engine` and `make_process_mesh` take.
@@ -55,7 +54,7 @@ def initialize(
 
     Examples:
       >>> from longctx.serving.distributed import initialize
-      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:  # one process: nobody to wait for
+      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:  # one process waits for none
       ...     group.is_first, group.num_processes
       (True, 1)
     """

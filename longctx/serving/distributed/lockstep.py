@@ -1,4 +1,4 @@
-"""Keeps the engines of many processes in lockstep: what process 0 sends, and how diverging decisions are noticed.
+"""Lockstep of the engines of many processes: orders of process 0, and detection of diverging decisions.
 
 Every process runs the same scheduler on the same inputs: requests, cancels, the time at which a step is planned, and
 how long the step before took. Process 0 sends these before the step that depends on them. Decisions may depend on
@@ -7,37 +7,40 @@ nothing that differs between processes, such as a clock or the order of a set.
 Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
+import dataclasses
+import hashlib
 import math
+import os
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
+from jax.sharding import Mesh
 
+from longctx.models import Llama, Tokenizer
+from longctx.models.params import Params
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import (
-    Arrival,
-    Cancel,
-    Evict,
-    Forget,
-    Located,
-    Pin,
-    Release,
     RequestUpdate,
     SettleOrder,
     StepOrder,
     WarmUpOrder,
-    request_from_fields,
-    request_to_fields,
+    decode_update,
+    encode_update,
 )
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.request import Request
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.output import Event
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -54,9 +57,7 @@ class Lockstep:
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
         self.is_alone = group.num_processes == 1
-        self._updates: list[dict[str, Any]] = []
-        self._frames: list[bytes] = []
-        self._located: deque[dict[str, Any]] = deque()  # updates from any thread
+        self._updates: deque[RequestUpdate] = deque()
         self._num_steps = 0
         self._is_settled = True
         self._seconds: float | None = None  # that the last step took
@@ -98,55 +99,10 @@ class Lockstep:
 
     # In process 0.
 
-    def note_arrival(
-        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[Sequence] = ()
-    ) -> None:
-        """Queue a request, with its prompt as tokens, for the next step's message."""
-        if self.is_alone:
-            return
-        available = sequences[0].available if sequences else 0
-        self._updates.append(request_to_fields(request) | {"id": request_id, "now": now, "available": available})
-        self._frames.append(tokens.astype("<i4").tobytes())
-
-    def note_resumed(self, handoff: Handoff, now: float) -> None:
-        """Queue, right after the arrival of a request, what another engine has computed of it."""
-        if not self.is_alone:
-            self._updates[-1] |= {"handoff": handoff.to_dict(), "resumed": now}
-
-    def note_located(self, lease_id: str, place: dict[str, Any] | None) -> None:
-        """Queue where the pages of a lease are fetched for the next step's message, see `Located`; from any thread."""
-        if not self.is_alone:
-            self._located.append({"located": lease_id, "place": place})
-
-    def note_evicted(self, tier: str, keys: list[bytes]) -> None:
-        """Queue pages that have left the devices or host memory on demand for the next step's message."""
-        if not self.is_alone:
-            self._updates.append({"evicted": [key.hex() for key in keys], "tier": tier})
-
-    def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
-        """Queue a cancel for the next step's message."""
+    def note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
+        """Queue an update for the next step's message; any thread may."""
         if self.leads and not self.is_alone:
-            self._updates.append({"id": request_id, "lease": lease})
-
-    def note_release(self, lease_id: str) -> None:
-        """Queue the end of a lease for the next step's message."""
-        if self.leads and not self.is_alone:
-            self._updates.append({"released": lease_id})
-
-    def note_forgotten(self, keys: list[bytes]) -> None:
-        """Queue pages that are to be found no more for the next step's message."""
-        if self.leads and not self.is_alone:
-            self._updates.append({"forgotten": [key.hex() for key in keys]})
-
-    def note_pinned(self, keys: list[bytes], seconds: float) -> None:
-        """Queue pages that tiers are to keep for the next step's message."""
-        if self.leads and not self.is_alone:
-            self._updates.append({"pinned": [key.hex() for key in keys], "seconds": seconds})
-
-    def note_load(self, loaded: Loaded, now: float) -> None:
-        """Queue the end of a load for the next step's message."""
-        if not self.is_alone:
-            self._updates.append({"loaded": loaded})
+            self._updates.append(update)
 
     def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step, see `StepOrder`."""
@@ -166,14 +122,18 @@ class Lockstep:
             self._is_settled = True
 
     def _send(self, header: dict[str, Any]) -> None:
-        while self._located:
-            self._updates.append(self._located.popleft())
-        if self._updates:
-            header["news"] = self._updates
-        self.group.broadcast(header, self._frames)
-        self._updates, self._frames, self._seconds = [], [], None
+        encoded: list[dict[str, Any]] = []
+        frames: list[bytes] = []
+        while self._updates:
+            fields, own = encode_update(self._updates.popleft())
+            encoded.append(fields)
+            frames += own
+        if encoded:
+            header["updates"] = encoded
+        self.group.broadcast(header, frames)
+        self._seconds = None
 
-    def note_end(self, step: EndedStep | None, events: List[object]) -> None:
+    def note_end(self, step: EndedStep | None, events: list[Event]) -> None:
         """Keep how long a step took for the next step's message."""
         self._seconds = None if step is None else step.seconds
 
@@ -202,28 +162,8 @@ class Lockstep:
                 continue
             if header.get("digest", self.decisions.digest) != self.decisions.digest:
                 self._fail_for_difference()
-            updates: list[RequestUpdate] = []
             prompts = iter(frames)
-            for fields in header.get("news", ()):
-                if "sampling" in fields:
-                    request = request_from_fields(fields, next(prompts), fields["id"])
-                    handoff = Handoff.from_dict(fields["handoff"]) if "handoff" in fields else None
-                    arrival = Arrival(request, fields["id"], fields["now"], fields["available"], handoff)
-                    updates.append(arrival._replace(resumed=fields.get("resumed", 0.0)))
-                elif "loaded" in fields:
-                    updates.append(Loaded(*fields["loaded"]))
-                elif "released" in fields:
-                    updates.append(Release(fields["released"]))
-                elif "evicted" in fields:
-                    updates.append(Evict(fields["tier"], [bytes.fromhex(key) for key in fields["evicted"]]))
-                elif "located" in fields:
-                    updates.append(Located(fields["located"], fields["place"]))
-                elif "pinned" in fields:
-                    updates.append(Pin([bytes.fromhex(key) for key in fields["pinned"]], fields["seconds"]))
-                elif "forgotten" in fields:
-                    updates.append(Forget([bytes.fromhex(key) for key in fields["forgotten"]]))
-                else:
-                    updates.append(Cancel(fields["id"], fields["lease"]))
+            updates = [decode_update(fields, prompts) for fields in header.get("updates", ())]
             self.now = header["now"]
             order = SettleOrder if header["kind"] == "settle" else StepOrder
             yield order(self.now, header["seconds"], updates)
@@ -239,3 +179,105 @@ class Lockstep:
         # Process 0 adds its own decisions to the message, and ends all processes.
         watchdog.wait_for_end(watchdog.failure_timeout)
         raise RuntimeError(text)
+
+
+class LoadEnds:
+    """Gathers in process 0 the loads that have ended in every process, and the leases that others ask for."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._ends: dict[str, dict[int, Loaded]] = {}
+        self._asked: set[str] = set()
+
+    def report(self, ended: Iterable[Loaded]) -> None:
+        """In the other processes: tell process 0 of loads that have ended here."""
+        for loaded in ended:
+            self._group.report(list(loaded))
+
+    def complete(self, ended: Iterable[Loaded], wanted: Container[str]) -> list[Loaded]:
+        """In process 0: loads that have ended in every process, given those that have just ended in this one.
+
+        The pages are those that all have; the time is that of the slowest. Of loads that are not `wanted` any more,
+        some process may never tell the end.
+        """
+        if self._group.num_processes == 1:
+            return list(ended)
+        for loaded in ended:
+            self._ends.setdefault(loaded.name, {})[0] = loaded
+        self._read_reports()
+        self._ends = {name: ends for name, ends in self._ends.items() if name in wanted}
+        complete = [name for name, ends in self._ends.items() if len(ends) == self._group.num_processes]
+        return [
+            Loaded(name, min(x.num_pages for x in ends), max(x.seconds for x in ends))
+            for name in complete
+            for ends in [list(self._ends.pop(name).values())]
+        ]
+
+    def report_asked(self, lease_id: str) -> None:
+        """In the other processes: tell process 0 that a lease is asked for here."""
+        self._group.report(lease_id)
+
+    def asked(self) -> set[str]:
+        """In process 0: the leases that were asked for elsewhere since the last call."""
+        self._read_reports()
+        asked, self._asked = self._asked, set()
+        return asked
+
+    def _read_reports(self) -> None:
+        for process, value in self._group.reports():
+            if isinstance(value, str):
+                self._asked.add(value)
+            else:
+                name, num_pages, seconds = value
+                self._ends.setdefault(name, {})[process] = Loaded(name, num_pages, seconds)
+
+
+def check_config(
+    group: ProcessGroup,
+    model: Llama,
+    params: Params | None,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    mesh: Mesh | None,
+    predictor: Predictor | None,
+    tokenizer: Tokenizer | None,
+    max_length: int,
+    num_pages: int,
+    topology: Topology,
+) -> tuple[EngineConfig, int]:
+    """Check that the engines of all processes are alike.
+
+    Returns:
+      The configuration with a hash key that all processes share, and the smallest of their numbers of pages.
+
+    Raises:
+      ValueError: they are not; the message lists the differences.
+    """
+    settings = dataclasses.asdict(config)
+    secret = settings.pop("hash_key")
+    if not isinstance(config.policy, str):
+        attributes = repr(sorted(getattr(config.policy, "__dict__", {}).items()))
+        settings["policy"] = [type(config.policy).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", attributes)]
+    group.agree(
+        "engine",
+        settings
+        | {f"plan.{name}": value for name, value in dataclasses.asdict(plan).items()}
+        | {f"model.{name}": value for name, value in dataclasses.asdict(model.config).items()}
+        | {
+            "dtype": None if params is None else str(params["embed"].dtype),
+            "predictor": None if predictor is None else [predictor.seconds(work) for work in _probes(config)],
+            "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
+            "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
+            "max_length": max_length,
+            "topology": topology.to_dict(),
+            "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
+        },
+    )
+    gathered = group.gather("pages", [num_pages, os.urandom(32).hex()])
+    secret = bytes.fromhex(gathered[0][1]) if secret is None else secret
+    return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in gathered)
+
+
+def _probes(config: EngineConfig) -> list[Work]:
+    """Return steps on which predictors are compared: one of each number of rows, with and without context."""
+    return [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets that encrypt all they send, and that only processes with the same key can connect.
+"""ZeroMQ sockets that encrypt all they send, and to which only processes with the same key can connect.
 
 A key is one CURVE key pair (Curve25519): who knows its secret half also knows its public half, which never travels in
 the clear. A client can't begin a handshake without the server's public key, and the server admits only clients with
@@ -8,12 +8,15 @@ Source: CurveZMQ (rfc.zeromq.org/spec/26) and ZAP (rfc.zeromq.org/spec/27).
 """
 
 import hashlib
+import logging
 import socket
+import time
 from typing import NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -69,7 +72,7 @@ def read_key(text: str) -> Key:
 
 
 def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> Key:
-    """Derive the key of a group from its secret; without one everybody can, which then is on the same machine.
+    """Derive the key of a group from its secret; without one it is public, and all are on the same machine.
 
     `purpose`, of up to 16 bytes, keeps apart what is used for different things but has the same secret.
     """
@@ -79,7 +82,7 @@ def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> K
 
 
 class Network:
-    """The sockets of one process.
+    """Sockets of one process.
 
     Args:
       ip: process 0's sockets are bound to this address only, and the others' connect it.
@@ -95,7 +98,7 @@ class Network:
         self._sockets: list[Socket] = []  # the context itself would forget them
 
     def serve(self, kind: int, key: Key | None) -> Socket:
-        """Make a socket to which holders of a key may connect; None: everybody, and nothing is encrypted."""
+        """Make a socket to which holders of a key may connect; None: any process, and nothing is encrypted."""
         if key is None:
             return self._socket(kind)
         if self._authenticator is None:
@@ -158,3 +161,74 @@ class Network:
         made.setsockopt(zmq.HEARTBEAT_IVL, int(200 * self.failure_timeout))
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(500 * self.failure_timeout))
         return made
+
+
+_LOG = logging.getLogger(__name__)
+_SECONDS_BETWEEN_LINES = 1.0
+
+
+class RejectedConnections:
+    """Count of connections and messages that were dropped, and a log of them with at most one line a second.
+
+    Args:
+      name: what they came to, in the log.
+
+    Attributes:
+      count: how many there were.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self.count, self._logged = name, 0, 0
+        self._next_line = 0.0
+        self._notes: list[str] = []
+        self._monitors: list[_HandshakeMonitor] = []
+
+    def monitor(self, socket: Socket) -> None:
+        """Count connections to a socket that close before their handshake is complete."""
+        self._monitors.append(_HandshakeMonitor(socket))
+
+    def add(self, note: str = "") -> None:
+        """Count one more; `note` says something about it in the next line of the log."""
+        self.count += 1
+        if note:
+            self._notes = [note]
+
+    def update(self) -> None:
+        """Count what the monitors have seen, and log it."""
+        self.count += sum(monitor.read() for monitor in self._monitors)
+        if self.count == self._logged or time.monotonic() < self._next_line:
+            return
+        new, self._logged = self.count - self._logged, self.count
+        self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        what = "".join(f"; {note}" for note in self._notes)
+        _LOG.warning(
+            "longctx: %s dropped %d connections or messages of strangers, %d so far%s",
+            self._name,
+            new,
+            self.count,
+            what,
+        )
+        self._notes = []
+
+
+class _HandshakeMonitor:
+    """Comparison of the numbers of accepted connections and of complete handshakes whenever a connection closes."""
+
+    def __init__(self, socket: Socket) -> None:
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._socket = socket.get_monitor_socket(events)
+        self._num_open = 0  # connections whose handshake is not complete
+
+    def read(self) -> int:
+        """Count rejected connections since the last call."""
+        found = 0
+        while self._socket.poll(0):
+            event = recv_monitor_message(self._socket)["event"]
+            if event == zmq.EVENT_ACCEPTED:
+                self._num_open += 1
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._num_open -= 1
+            elif self._num_open > 0:  # otherwise a member of the group closed its connection
+                self._num_open -= 1
+                found += 1
+        return found

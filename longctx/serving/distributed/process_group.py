@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 if TYPE_CHECKING:  # a process alone works without pyzmq
-    from longctx.serving.distributed.channel import Message, Receiver, Sender
+    from longctx.serving.distributed.connections import Message, Receiver, Sender
     from longctx.serving.distributed.network import Network
     from longctx.serving.distributed.watchdog import Watchdog
 
@@ -71,7 +71,7 @@ class ProcessGroup:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.host_names)
 
     @property

@@ -1,30 +1,102 @@
-"""How processes meet: all others ask process 0 to join, and when all have come it welcomes them together.
+"""Rendezvous of the processes of a group: all others ask process 0 to join, and when all have come it replies.
 
 Process 0 refuses a request that does not fit, and goes on waiting for those that do. Either side notices within the
 failure timeout that the other is gone, unless it starts again.
 """
 
 import contextlib
+import math
 import platform
 import time
 from typing import Any, NamedTuple
 
-from longctx.serving.distributed.channel import Receiver, Sender
-from longctx.serving.distributed.cluster_env import ClusterEnv
-from longctx.serving.distributed.control import PROCESS_0, ControlClient, ControlServer
-from longctx.serving.distributed.group_secret import check_address
-from longctx.serving.distributed.hello import Hello, Welcome, read_hello, read_welcome
-from longctx.serving.distributed.network import Address, Network, derive_key, make_key, resolve
+from longctx.serving.distributed.connections import PROCESS_0, ControlClient, ControlServer, Receiver, Relay, Sender
+from longctx.serving.distributed.environment import ClusterEnv, check_address
+from longctx.serving.distributed.network import Address, Key, Network, derive_key, make_key, read_key, resolve
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.distributed.relay import Relay
 from longctx.serving.distributed.watchdog import Peer, Watchdog
 
 # Seconds between two requests of a process to join, between two signs of life of process 0, and of one wait.
 _RETRY_SECONDS, _SIGN_SECONDS, _WAIT_SECONDS = 1.0, 0.2, 0.1
 _REFUSAL_SECONDS = 2.0  # that process 0 waits for those it refuses to go, when it gives up
 
+_MAX_CHARACTERS = 200  # of untrusted text, in messages and logs
+_MAX_TRAITS = 100
+
 ANY_PORT = (49152, 65535)
 """The ephemeral ports, from which the system chooses for programs that ask for no port."""
+
+
+class JoinRequest(NamedTuple):
+    """Request of a process to join."""
+
+    process: int
+    host_name: str
+    started: float  # when the process began to ask, in seconds of its host's clock
+    traits: dict[str, Any]  # what has to be the same in all processes
+
+    def to_json(self) -> dict[str, Any]:
+        """Make plain data, of which `read_join_request` makes the same again."""
+        return self._asdict()
+
+    def __str__(self) -> str:
+        return f"process {self.process} ({shown(self.host_name)})"
+
+    def differences(self, traits: dict[str, Any]) -> list[str]:
+        """List how the traits differ from those of process 0."""
+        return [
+            f"{shown(key)} {shown(self.traits.get(key))}, and process 0 has {traits.get(key)}"
+            for key in sorted({*traits, *self.traits})
+            if self.traits.get(key) != traits.get(key)
+        ]
+
+
+def read_join_request(value: Any) -> JoinRequest:
+    """Read an untrusted request.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match value:
+        case {"process": int(process), "host_name": str(host_name), "started": float(started), "traits": dict(traits)}:
+            is_plain = all(isinstance(trait, str | int | float | None) for trait in traits.values())
+            if isinstance(process, bool) or not 0 <= process < 1 << 31 or not math.isfinite(started):
+                raise ValueError("a request to join has an impossible number")
+            if not host_name.isprintable() or not is_plain or len(traits) > _MAX_TRAITS:
+                raise ValueError("a request to join has an impossible host_name or traits")
+            return JoinRequest(process, host_name, started, traits)
+    raise ValueError("a request to join must have process, host_name, started and traits")
+
+
+class JoinReply(NamedTuple):
+    """Process 0's answer when all have come."""
+
+    host_names: list[str]
+    steps_port: int
+    steps_key: Key
+
+    def to_json(self) -> dict[str, Any]:
+        """Make plain data, of which `read_join_reply` makes the same again."""
+        return {"names": self.host_names, "port": self.steps_port, "key": self.steps_key.secret.decode()}
+
+
+def read_join_reply(value: Any) -> JoinReply:
+    """Read an answer.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match value:
+        case {"names": list(names), "port": int(port), "key": str(key)} if 0 < port < 65536:
+            if all(isinstance(name, str) for name in names):
+                return JoinReply(names, port, read_key(key))
+    raise ValueError("a reply must have names, port and key")
+
+
+def shown(value: Any) -> str:
+    """Format untrusted text on one short line."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 class RendezvousOptions(NamedTuple):
@@ -57,32 +129,32 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
         raise ValueError(f"coordinator {coordinator}: {error}") from None
     check_address(coordinator, address.ip, options.group_secret)
     network = Network(address.ip, failure_timeout)
-    lobby: _Lobby | None = None
+    server: RendezvousServer | None = None
     try:
         try:
             control = ControlServer(network, derive_key(options.group_secret), address.port)
         except ValueError as error:
             raise ValueError(f"coordinator {coordinator}: {error}") from None
-        lobby = _Lobby(cluster_env, control, options, shared)
-        lobby.wait_for_all()
-        host_names = [platform.node(), *(lobby.joiners[i].hello.host_name for i in lobby.others)]
+        server = RendezvousServer(cluster_env, control, options, shared)
+        server.wait_for_all()
+        host_names = [platform.node(), *(server.joiners[i].request.host_name for i in server.others)]
         steps_key = make_key()
         sender = Sender(network, steps_key, options.ports)
-        control.strangers.monitor(sender.socket)
+        control.rejected.monitor(sender.socket)
         relay = Relay(is_first=True)
-        welcome = Welcome(host_names, sender.port, steps_key).to_json()
-        for joiner in lobby.joiners.values():
-            control.send(joiner.peer, "welcome", welcome)
+        reply = JoinReply(host_names, sender.port, steps_key).to_json()
+        for joiner in server.joiners.values():
+            control.send(joiner.peer, "welcome", reply)
     except BaseException as error:
-        if lobby is not None:
-            lobby.refuse_all(f"{type(error).__name__}: {error}")
+        if server is not None:
+            server.refuse_all(f"{type(error).__name__}: {error}")
         network.close()
         raise
-    peers = [Peer(i, host_names[i], lobby.joiners[i].peer) for i in lobby.others]
+    peers = [Peer(i, host_names[i], server.joiners[i].peer) for i in server.others]
     watchdog = Watchdog(f"process 0 ({host_names[0]})", control, peers, relay, failure_timeout)
     group = ProcessGroup(0, host_names, watchdog, sender, network, options.join_timeout)
     try:
-        sender.wait_for({*lobby.others}, options.join_timeout)
+        sender.wait_for({*server.others}, options.join_timeout)
     except BaseException as error:
         group.fail(f"{type(error).__name__}: {error}")
         raise
@@ -90,14 +162,14 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
 
 
 class _Joiner(NamedTuple):
-    """A process that waits for the others; `peer` is its routing id."""
+    """Process that waits for the others; `peer` is its routing id."""
 
     peer: bytes
-    hello: Hello
+    request: JoinRequest
 
 
-class _Lobby:
-    """Where process 0 waits for the others.
+class RendezvousServer:
+    """End of process 0, which waits for the others.
 
     Attributes:
       others: the ids of all other processes.
@@ -110,7 +182,7 @@ class _Lobby:
         self.others = range(1, cluster_env.num_processes)
         self.joiners: dict[int, _Joiner] = {}
         self._control, self._options, self._shared = control, options, shared
-        self._lost: dict[int, tuple[float, Hello]] = {}  # those that came, and when they were found to be gone
+        self._lost: dict[int, tuple[float, JoinRequest]] = {}  # those that came, and when they were found to be gone
         self._last_refusal = ""
 
     def wait_for_all(self) -> None:
@@ -133,12 +205,12 @@ class _Lobby:
                 try:
                     if message.kind != "hello":
                         raise ValueError("not a request to join")
-                    hello = read_hello(message.value)
+                    request = read_join_request(message.value)
                 except ValueError:
-                    self._control.strangers.add()
+                    self._control.rejected.add()
                 else:
-                    self._admit(message.peer, hello)
-            self._control.strangers.update()
+                    self._admit(message.peer, request)
+            self._control.rejected.update()
 
     def refuse_all(self, cause: str) -> None:
         """Tell all that have come why there will be no group, until they have gone: a last message may be lost."""
@@ -154,26 +226,26 @@ class _Lobby:
         for process, joiner in list(self.joiners.items()):
             if self._control.is_lost(joiner.peer):
                 del self.joiners[process]
-                self._lost[process] = now, joiner.hello
-        for since, hello in self._lost.values():
+                self._lost[process] = now, joiner.request
+        for since, request in self._lost.values():
             if now - since > self._options.failure_timeout:
-                raise TimeoutError(f"{hello} came, is gone, and did not come again within {now - since:.0f} s")
+                raise TimeoutError(f"{request} came, is gone, and did not come again within {now - since:.0f} s")
 
-    def _admit(self, peer: bytes, hello: Hello) -> None:
-        old, wrong = self.joiners.get(hello.process), hello.differences(self._shared)
-        if hello.process not in self.others:
+    def _admit(self, peer: bytes, request: JoinRequest) -> None:
+        old, wrong = self.joiners.get(request.process), request.differences(self._shared)
+        if request.process not in self.others:
             wrong.append(f"a process_id that is not from 1 to {len(self.others)}")
-        elif old is not None and old.peer != peer and not _replaces(hello, old.hello):
-            wrong.append(f"a process_id that another on {old.hello.host_name} has already")
+        elif old is not None and old.peer != peer and not _replaces(request, old.request):
+            wrong.append(f"a process_id that another on {old.request.host_name} has already")
         if wrong:
-            self._last_refusal = f"{hello} has {'; '.join(wrong)}"
+            self._last_refusal = f"{request} has {'; '.join(wrong)}"
             self._control.send(peer, "refused", self._last_refusal)
-            self._control.strangers.add(self._last_refusal)
+            self._control.rejected.add(self._last_refusal)
             return
         if old is not None and old.peer != peer:
-            self._control.send(old.peer, "refused", f"{hello} has started again since")
-        self.joiners[hello.process] = _Joiner(peer, hello)
-        self._lost.pop(hello.process, None)
+            self._control.send(old.peer, "refused", f"{request} has started again since")
+        self.joiners[request.process] = _Joiner(peer, request)
+        self._lost.pop(request.process, None)
 
     def _who_is_missing(self) -> str:
         missing = ", ".join(str(i) for i in self.others if i not in self.joiners)
@@ -184,7 +256,7 @@ class _Lobby:
         )
 
 
-def _replaces(new: Hello, old: Hello) -> bool:
+def _replaces(new: JoinRequest, old: JoinRequest) -> bool:
     """Whether a process was started again, and not another one by the same id."""
     return new.host_name == old.host_name and new.started > old.started
 
@@ -202,20 +274,20 @@ def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
     address = _await_name(coordinator, deadline)
     check_address(coordinator, address.ip, options.group_secret)
     process, host_name = cluster_env.process_id, platform.node()
-    hello = Hello(process, host_name, time.time(), shared)
+    request = JoinRequest(process, host_name, time.time(), shared)
     network = Network(address.ip, options.failure_timeout)
     try:
         control = ControlClient(network, derive_key(options.group_secret), address, process)
-        welcome = _ask_to_join(control, coordinator, hello, options, deadline)
+        reply = _ask_to_join(control, coordinator, request, options, deadline)
         network.ip = control.address.ip
-        receiver = Receiver(network, welcome.steps_key, welcome.steps_port, process)
+        receiver = Receiver(network, reply.steps_key, reply.steps_port, process)
         relay = Relay(is_first=False)
     except BaseException:
         network.close()
         raise
-    peer = Peer(0, welcome.host_names[0], PROCESS_0)
+    peer = Peer(0, reply.host_names[0], PROCESS_0)
     watchdog = Watchdog(f"process {process} ({host_name})", control, [peer], relay, options.failure_timeout)
-    group = ProcessGroup(process, welcome.host_names, watchdog, receiver, network, options.join_timeout)
+    group = ProcessGroup(process, reply.host_names, watchdog, receiver, network, options.join_timeout)
     return group, relay.address
 
 
@@ -231,15 +303,15 @@ def _await_name(coordinator: str, deadline: float) -> Address:
 
 
 def _ask_to_join(
-    control: ControlClient, coordinator: str, hello: Hello, options: RendezvousOptions, deadline: float
-) -> Welcome:
+    control: ControlClient, coordinator: str, request: JoinRequest, options: RendezvousOptions, deadline: float
+) -> JoinReply:
     """Send the request again and again, as process 0 may start later or restart, until it welcomes or refuses."""
     next_lookup, next_request, last_heard = 0.0, 0.0, None
     while (now := time.monotonic()) < deadline:
         if now > next_lookup:
             next_lookup = now + _RETRY_SECONDS
             _follow_name(control, coordinator, options)
-        if now > next_request and control.send(PROCESS_0, "hello", hello.to_json()):
+        if now > next_request and control.send(PROCESS_0, "hello", request.to_json()):
             next_request = now + _RETRY_SECONDS
         control.socket.poll(int(1000 * max(0.0, min(_WAIT_SECONDS, deadline - now))))
         for message in control.receive():
@@ -247,7 +319,7 @@ def _ask_to_join(
             if message.kind == "refused":
                 raise ValueError(f"process 0 refuses: {message.value}")
             if message.kind == "welcome":
-                return read_welcome(message.value)
+                return read_join_reply(message.value)
         if last_heard is not None and now - last_heard > options.failure_timeout:
             raise TimeoutError(f"process 0 at {coordinator} is gone: nothing came for {now - last_heard:.0f} s")
     secret = "with" if options.group_secret is not None else "without"

@@ -1,4 +1,4 @@
-"""`Watchdog`: uses the control connections while an engine runs, and ends all processes when one of them is gone.
+"""`Watchdog`: user of the control connections while an engine runs; it ends all processes when one of them is gone.
 
 ZeroMQ sends heartbeats in C++ threads, which neither a compilation nor Python's lock delays. When a process dies or is
 stopped (SIGSTOP), its heartbeats end and its connection breaks. A process that notices this prints the cause on
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from longctx.serving.distributed.control import Control, ControlServer, Received
-from longctx.serving.distributed.relay import Relay
+from longctx.serving.distributed.connections import Control, ControlServer, Received, Relay
 
 EXIT_STATUS = 70
 """Exit status of a process that ends because another one is gone, or can't go on with it."""
@@ -49,7 +48,7 @@ class _Outgoing(NamedTuple):
 
 
 class Watchdog:
-    """Sends and receives in a thread of its own, and ends the process when a peer is gone or a step makes no progress.
+    """Thread that sends and receives, and ends the process when a peer is gone or a step makes no progress.
 
     Args:
       me: name of this process in messages.
@@ -158,7 +157,7 @@ class Watchdog:
 
     def _check_peers(self) -> None:
         if isinstance(self._control, ControlServer):
-            self._control.strangers.update()
+            self._control.rejected.update()
         for routing_id, peer in list(self._present.items()):
             if self._control.is_lost(routing_id):
                 self._receive()  # a message that it sent before its connection broke may give the cause
@@ -176,8 +175,8 @@ class Watchdog:
             if message.peer in self._present:
                 self._handle(self._present[message.peer], message)
             elif isinstance(self._control, ControlServer):
-                self._control.strangers.add()
-                if time.monotonic() > self._next_refusal:  # not all of them: answers that nobody reads would pile up
+                self._control.rejected.add()
+                if time.monotonic() > self._next_refusal:  # not all of them: unread answers would pile up
                     self._next_refusal = time.monotonic() + _SECONDS_BETWEEN_CHECKS
                     self._control.send(message.peer, "refused", "all processes have come already")
 

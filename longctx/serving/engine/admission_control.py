@@ -1,108 +1,73 @@
-"""`AdmissionControl`: refuses requests that would wait too long, before any work is done for them.
+"""`AdmissionControl`: refusal of requests that would wait too long, and `TtftEstimator`, which predicts the wait.
 
-It counts a request once, when it comes, until it is admitted: so a burst that arrives within one step is bounded too,
-and a storm of retries of what was refused changes nothing.
+A request counts from when it is admitted until it gets a slot: so a burst that arrives within one step is bounded too,
+and a storm of retries of refused requests changes nothing.
 """
 
+import math
 import threading
 import time
-from dataclasses import dataclass
-from typing import Literal
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.active_request import ActiveRequest
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.engine.outlook import Foresight
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.scheduler.look_ahead import Outlook
-from longctx.serving.validation import check_bool, check_integer
+from longctx.serving.scheduler.look_ahead import TtftEstimate, copy_scheduler, look_ahead
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
 _COUNT_AGAIN = 0.01  # seconds
 _RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
+_HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
+_REST = 10  # looking ahead takes at most a tenth of the time
+_BRIEFLY = 0.02  # seconds of looking for a request without one, which a server's event loop may wait for
+_FRESH = 0.25  # seconds after which a copy of the scheduler is made anew
+_COPY_REST = 50  # or, where a thousand wait, as many times as long as a copy takes
+_USABLE = 30.0  # seconds after which a copy is of no use, as where a step or a compilation takes long
+_WANTED = 2.0  # seconds for which copies are made after one was wanted
+_LENGTHS = 256  # completions by whose lengths those of others are estimated
 
 
 class Refused(RuntimeError):
-    """A request was not let in; it may be later.
+    """Error of a request that was not admitted; it may be later.
 
     Attributes:
       reason: `"queue"` (too many requests wait), `"tokens"` (too many tokens wait), `"deadline"` (its TTFT deadline
         can't be kept, by prediction), `"draining"` (the engine takes no new requests).
       retry_after: seconds after which it might be let in.
-      outlook: when its first token would have come, and what it would have waited for; None if that was not predicted.
+      estimate: when its first token would have come, and what it would have waited for; None if that was not predicted.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Refused, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread
+      >>> from longctx.serving import Refused, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-      >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
-      >>> control.admit("a", engine.prepare(Request([1, 2, 3])))
+      >>> thread = EngineThread(engine, AdmissionControl(engine, AdmissionLimits(max_waiting=1)))  # not started
+      >>> _ = thread.submit(engine.prepare(Request([1, 2, 3])), print)
       >>> try:
-      ...     control.admit("b", engine.prepare(Request([1, 2, 3])))
+      ...     _ = thread.submit(engine.prepare(Request([1, 2, 3])), print)
       ... except Refused as refused:
       ...     print(refused.reason, refused.retry_after)  # what a server answers as 429 with Retry-After
       queue 11.894137378133333
     """
 
-    def __init__(self, message: str, reason: Reason, retry_after: float, outlook: Outlook | None = None) -> None:
+    def __init__(self, message: str, reason: Reason, retry_after: float, estimate: TtftEstimate | None = None) -> None:
         super().__init__(message)
-        self.reason, self.outlook = reason, outlook
+        self.reason, self.estimate = reason, estimate
         self.retry_after = min(max(retry_after, _RETRY[0]), _RETRY[1])
 
 
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """What may wait to be admitted.
-
-    Attributes:
-      max_waiting: sequences; one request with more completions than that may wait if nobody else does.
-      max_waiting_tokens: tokens of their prompts; one longer prompt may wait if nobody else does. None: any number.
-      heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
-
-    Raises:
-      TypeError, ValueError: a value is of the wrong type or out of range.
-
-    Examples:
-      >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
-      >>> from longctx.simulation import VirtualExecutor
-      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
-      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
-      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-      >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
-      >>> control = AdmissionControl(engine, limits)
-      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
-      >>> control.num_waiting
-      1
-    """
-
-    max_waiting: int = 1024
-    max_waiting_tokens: int | None = None
-    heeds_deadlines: bool = True
-
-    def __post_init__(self) -> None:
-        check_integer("max_waiting", self.max_waiting, 1)
-        if self.max_waiting_tokens is not None:
-            check_integer("max_waiting_tokens", self.max_waiting_tokens, 1)
-        check_bool("heeds_deadlines", self.heeds_deadlines)
-
-
-@dataclass
-class _Waiting:
-    prepared: PreparedRequest
-    sequences: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prepared.tokens)
-
-
 class AdmissionControl:
-    """Admits or refuses requests. Any thread may call any method.
+    """Admission of requests to an engine's queue. Any thread may call any method.
 
     Args:
       engine: whose requests it admits.
@@ -113,17 +78,17 @@ class AdmissionControl:
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
-      >>> prepared = engine.prepare(Request([1, 2, 3]))
-      >>> control.admit("a", prepared)
+      >>> thread, prepared = EngineThread(engine, control), engine.prepare(Request([1, 2, 3]))  # not started
+      >>> _ = thread.submit(prepared, print)
       >>> control.num_waiting
       1
-      >>> control.admit("b", prepared)  # doctest: +ELLIPSIS
+      >>> thread.submit(prepared, print)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
           ...
       longctx.serving.engine.admission_control.Refused: the queue is full, which has room for 1 requests: ...
@@ -131,103 +96,219 @@ class AdmissionControl:
 
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
-        self.foresight = Foresight(engine)
-        self._engine, self._counted_again = engine, 0.0
-        self._waiting: dict[str, _Waiting] = {}
-        self._lock = threading.Lock()
+        self.estimator = TtftEstimator(engine)
+        self._engine, self._lock = engine, threading.Lock()
+        self._sequences = self._tokens = 0  # that wait, at most: some may have got slots since they were counted
+        self._counted, self._may_be_fewer = 0.0, False
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have been let in and not been admitted to a slot."""
-        with self._lock:
-            return sum(waiting.sequences for waiting in self._waiting.values())
+        """Sequences of admitted requests that have not got a slot yet."""
+        return sum(request.num_waiting for request in self._waiting())
 
-    def admit(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Let a request wait.
-
-        Args:
-          request_id: unique among those that wait.
-          prepared: what `Engine.prepare` made of it.
+    def admit(self, request: ActiveRequest) -> None:
+        """Let a request wait for a slot, which the engine's registry has already.
 
         Raises:
-          Refused: see there.
+          Refused: it would wait too long.
         """
-        deadline = prepared.request.ttft_deadline
+        prepared, deadline = request.prepared, request.prepared.request.ttft_deadline
         if deadline is not None and self.limits.heeds_deadlines:
-            outlook = self.foresight.of(prepared, self._requests(), deadline)
-            if outlook is not None and outlook.is_after(deadline):
-                message = f"the first token is due in {deadline:g} s, and would come {outlook}"
-                raise Refused(message, "deadline", outlook.looked - deadline, outlook)
-        reason, limit = self._try_to_enter(request_id, prepared)
-        if reason is not None:
-            unit = "requests" if reason == "queue" else "tokens of prompts"
-            outlook = self.foresight.of(prepared, self._requests())
-            when = "" if outlook is None else f": the first token would come {outlook}"
-            message = f"the queue is full, which has room for {limit} {unit}{when}"
-            raise Refused(message, reason, 1.0 if outlook is None else outlook.looked / 2, outlook)
-
-    def _try_to_enter(self, request_id: str, prepared: PreparedRequest) -> tuple[Reason | None, int]:
-        """Count a request; or the limit that it would exceed."""
+            estimate = self.estimator.of(prepared, self._prompts(), deadline)
+            if estimate is not None and estimate.is_after(deadline):
+                message = f"the first token is due in {deadline:g} s, and would come {estimate}"
+                raise Refused(message, "deadline", estimate.looked - deadline, estimate)
         with self._lock:
-            exceeded = self._exceeded(prepared)
-            if exceeded is not None and self._count_again():
-                exceeded = self._exceeded(prepared)
-            if exceeded is not None:
-                return exceeded
-            self._waiting[request_id] = _Waiting(prepared, prepared.request.sampling.n)
-        self.foresight.note_entered(prepared)
-        return None, 0
+            exceeded = self._exceeded(request)
+            now = time.monotonic()
+            if exceeded is not None and (self._may_be_fewer or now > self._counted + _COUNT_AGAIN):
+                self._counted, self._may_be_fewer = now, False
+                waiting = self._waiting()
+                self._sequences = sum(other.num_waiting for other in waiting)
+                self._tokens = sum(len(other.prepared.tokens) for other in waiting)
+                exceeded = self._exceeded(request)
+            if exceeded is None:
+                request.is_admitted = True
+                self._sequences += request.num_completions
+                self._tokens += len(prepared.tokens)
+        if exceeded is None:
+            self.estimator.note_entered(prepared)
+            return
+        reason, limit = exceeded
+        unit = "requests" if reason == "queue" else "tokens of prompts"
+        estimate = self.estimator.of(prepared, self._prompts())
+        when = "" if estimate is None else f": the first token would come {estimate}"
+        message = f"the queue is full, which has room for {limit} {unit}{when}"
+        raise Refused(message, reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
 
-    def _exceeded(self, prepared: PreparedRequest) -> tuple[Reason, int] | None:
-        limits, waiting = self.limits, self._waiting.values()
-        if not waiting:
-            return None
-        if sum(x.sequences for x in waiting) + prepared.request.sampling.n > limits.max_waiting:
+    def _exceeded(self, request: ActiveRequest) -> tuple[Reason, int] | None:
+        """The limit that is exceeded by one more request, and why."""
+        limits, most = self.limits, self.limits.max_waiting_tokens
+        if self._sequences and self._sequences + request.num_completions > limits.max_waiting:
             return "queue", limits.max_waiting
-        most = limits.max_waiting_tokens
-        if most is not None and sum(x.tokens for x in waiting) + len(prepared.tokens) > most:
+        if self._sequences and most is not None and self._tokens + len(request.prepared.tokens) > most:
             return "tokens", most
         return None
 
-    def _count_again(self) -> bool:
-        """Leave out whom the step that runs now has admitted, which `note_step` says when it ends; now and then."""
-        now = time.monotonic()
-        if now < self._counted_again + _COUNT_AGAIN:
-            return False
-        self._counted_again = now
-        for request_id, waiting in tuple(self._waiting.items()):
-            waiting.sequences = int(min(waiting.sequences, self._engine.num_waiting(request_id)))
-            if not waiting.sequences:
-                del self._waiting[request_id]
-        return True
+    def _waiting(self) -> list[ActiveRequest]:
+        """Admitted requests of which a sequence has no slot yet."""
+        return [x for x in tuple(self._engine.requests.values()) if x.is_admitted and x.num_waiting]
 
-    def _requests(self) -> dict[str, PreparedRequest]:
-        """Those that wait to be admitted to a slot."""
-        with self._lock:
-            return {request_id: waiting.prepared for request_id, waiting in self._waiting.items()}
+    def _prompts(self) -> dict[str, PreparedRequest]:
+        return {request.request_id: request.prepared for request in self._waiting()}
 
-    def forget(self, request_id: str) -> None:
-        """A request waits no more, for whatever reason."""
-        with self._lock:
-            self._waiting.pop(request_id, None)
-
-    def note_step(self, metrics: StepMetrics) -> None:
-        """Some have been admitted to slots."""
-        if metrics.admitted:
-            with self._lock:
-                for request_id in metrics.admitted:
-                    waiting = self._waiting.get(request_id)
-                    if waiting is not None:
-                        waiting.sequences -= 1
-                        if not waiting.sequences:
-                            del self._waiting[request_id]
+    def note_fewer(self) -> None:
+        """Note that requests may have got slots, or ended."""
+        self._may_be_fewer = True
 
     def note_output(self, output: Output, max_tokens: int) -> None:
-        """A completion has ended: others may be expected to be as long.
+        """Note the length of a completion that has ended, which others are expected to have.
 
         Args:
           output: of the completion.
           max_tokens: that it might have had.
         """
         if output.finish_reason in ("stop", "length"):
-            self.foresight.note_length(len(output.token_ids) / max_tokens)
+            self.estimator.note_length(len(output.token_ids) / max_tokens)
+
+
+class _Copy(NamedTuple):
+    """A copy of the scheduler: as of when by the engine's clock, and until when it is good enough, and usable."""
+
+    scheduler: Scheduler
+    at: float
+    fresh_until: float
+    until: float
+
+
+class TtftEstimator:
+    """Predictor of when first tokens would come. Any thread may call any method.
+
+    It runs a copy of the scheduler, which can only be made between steps: so the engine's thread makes them, and only
+    while they are wanted. Looking ahead takes milliseconds; under a storm of questions most are answered by the
+    last answer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._copy: _Copy | None = None
+        self._wanted_until = self._rests_until = 0.0
+        # The last answer, the seconds before its own prompt, and those of the prompts of requests let in since then.
+        self._last, self._last_wait, self._since_last = TtftEstimate(0.0, 0.0, "queue"), 0.0, 0.0
+        self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
+        self._counting, self._looking = threading.Lock(), threading.Lock()
+
+    def of(
+        self, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], deadline: float | None = None
+    ) -> TtftEstimate | None:
+        """Estimate when the first token of a request that comes now would come; None: nothing is known.
+
+        Args:
+          waiting: by id, those that have been let in and not admitted to a slot; the copy may not have them yet.
+          deadline: seconds to look ahead; None: a few minutes.
+        """
+        alone = self._seconds_alone(prepared)
+        if deadline is not None and alone > deadline:
+            return TtftEstimate(alone, alone, "prefill")
+        self._wanted_until = time.monotonic() + _WANTED
+        self.refresh()
+        begun = time.monotonic()
+        if begun < self._rests_until or not self._looking.acquire(blocking=False):
+            return self._by_last_answer(alone)
+        try:
+            made = self._copy
+            if made is None or begun > made.until:
+                return None
+            stop = begun + (_BRIEFLY if deadline is None else math.inf)
+            estimate = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline, stop)
+            with self._counting:
+                self._last, self._last_wait, self._since_last = estimate, max(0.0, estimate.looked - alone), 0.0
+            now = time.monotonic()
+            self._rests_until = now + (_REST - 1) * (now - begun)
+            return estimate
+        finally:
+            self._looking.release()
+
+    def _by_last_answer(self, alone: float) -> TtftEstimate:
+        """Estimate from the last answer for a prompt that takes `alone` seconds by itself."""
+        with self._counting:
+            last, wait = self._last, self._last_wait + self._since_last
+        looked = wait + alone
+        return TtftEstimate(
+            None if last.first_token is None else looked, looked, "prefill" if alone > wait else last.bound
+        )
+
+    def refresh(self) -> None:
+        """Copy the scheduler if that is wanted and can be done now: if no step is running, or by who runs them."""
+        now, made = time.monotonic(), self._copy
+        if now > self._wanted_until:
+            self._copy = None
+        elif made is None or now > made.fresh_until:
+            at = self._engine.now()
+            scheduler = self._engine.copy_scheduler()
+            if scheduler is not None:
+                fresh = max(_FRESH, _COPY_REST * (time.monotonic() - now))
+                self._copy = _Copy(scheduler, at, now + fresh, now + _USABLE)
+
+    def note_entered(self, prepared: PreparedRequest) -> None:
+        """Count a request that has been admitted before those that come later."""
+        alone = self._seconds_alone(prepared)
+        with self._counting:
+            self._since_last += alone
+
+    def note_length(self, share: float) -> None:
+        """Note which share of its max_tokens a completion had that has ended."""
+        self._lengths.append(share)
+
+    def _look(
+        self,
+        made: _Copy,
+        prepared: PreparedRequest,
+        waiting: Mapping[str, PreparedRequest],
+        horizon: float,
+        stop: float,
+    ) -> TtftEstimate:
+        lengths = tuple(self._lengths)
+        share = sum(lengths) / len(lengths) if lengths else 1.0
+        now, scheduler = self._engine.now(), copy_scheduler(made.scheduler)
+        there = {
+            sequence.name.rpartition("/")[0] for queue in (scheduler.waiting, scheduler.running) for sequence in queue
+        }
+        others = [other for request_id, other in waiting.items() if request_id not in there]
+        newcomers = [
+            _as_sequence(other, now, 2**62 + number)
+            for number, other in enumerate([*others, prepared])
+            for _ in range(1 if other is prepared else other.request.sampling.n)
+        ]
+        return look_ahead(
+            scheduler,
+            newcomers,
+            made.at,
+            now,
+            horizon,
+            lambda other: other.prompt_length + max(1, round(share * other.max_tokens)),
+            lambda: time.monotonic() > stop,
+        )
+
+    def _seconds_alone(self, prepared: PreparedRequest) -> float:
+        """Seconds of a prompt if it were the only one."""
+        scheduler, length = self._engine.scheduler, len(prepared.tokens)
+        cached = scheduler.count_cached(prepared.shared_keys)
+        return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)
+
+
+def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:
+    request = prepared.request
+    return Sequence(
+        request.request_id or "new",
+        order,
+        prompt_length=len(prepared.tokens),
+        max_tokens=request.sampling.max_tokens,
+        arrival=now,
+        priority=request.priority,
+        tenant=request.tenant,
+        ttft_deadline=request.ttft_deadline,
+        tpot_target=request.tpot_target,
+        keys=list(prepared.keys),
+        may_share=prepared.may_share,
+    )

@@ -1,4 +1,4 @@
-"""In-flight batches and how far ahead they run."""
+"""`BatchQueue`: in-flight batches, and the limit of how far ahead they run."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ _AHEAD = 0.05
 
 
 class BatchQueue:
-    """Batches that have begun and have not ended, in order.
+    """Queue of batches that have begun and have not ended, in order.
 
     In a pipeline of S stages a batch is in the last one S - 1 steps after it began; if nothing else is to be computed
     until then, these steps are idle. A step takes as long as the slowest of the batches in the stages.
@@ -44,7 +44,7 @@ class BatchQueue:
     @property
     def has_room(self) -> bool:
         """Whether one more batch may be planned now."""
-        later = self._stages - 1  # so many batches are in later stages: the steps in which they began have ended
+        later = self._stages - 1  # batches in later stages: the steps in which they began have ended
         if len(self._queue) >= self.run_ahead + later:
             return False
         return sum(batch.predicted for batch in islice(self._queue, later, None)) < _AHEAD
@@ -81,12 +81,12 @@ class BatchQueue:
         self._drop_idle()
 
     def pop(self, batch: Batch) -> None:
-        """The oldest batch has ended."""
+        """Drop the oldest batch, which has ended."""
         oldest = self._queue.popleft()
         assert oldest is batch, "batches end in the order in which they began"
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Idle steps have no results, so nobody waits for them."""
+        """Drop idle steps, which have no results."""
         while self._queue and not self._queue[0].chunks:
             self._queue.popleft()

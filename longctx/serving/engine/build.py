@@ -1,4 +1,4 @@
-"""Builds the core of an engine, and what makes sequences for it, without JAX."""
+"""Construction of an engine's core, and of what makes sequences for it, without JAX."""
 
 import math
 import os
@@ -44,7 +44,7 @@ def build_core(
     topology: Topology | None = None,
     element_bytes: float = 2,
 ) -> Built:
-    """The core of an engine.
+    """Build the core of an engine.
 
     Args:
       predictor: of its batches; it is corrected as batches run.
@@ -101,7 +101,7 @@ def _exchange_rule(
     topology: Topology | None,
     element_bytes: float,
 ) -> ExchangeRule:
-    """The rule of a plan, with the predictor's costs if it knows exchanges, and else those of the topology."""
+    """Make the exchange rule of a plan, with the predictor's costs of exchanges, or else those of the topology."""
     if plan.context == 1:
         return ExchangeRule(plan, rows, config.page_size)
     costs: Predictor | None = predictor

@@ -1,32 +1,36 @@
-"""The engine without lock, thread, clock, executor, processes or JAX: what it decides, and what it makes of results.
+"""`Core`: the engine without lock, thread, clock, executor, processes or JAX. It decides, and makes events of results.
 
-A driver adds sequences, begins batches, has an executor run them (`run_step`), and ends each with its results:
+A driver adds sequences, begins batches, has an executor run them, and ends each with its results, see `run_step`:
 
     while (batch := core.begin(now)) is not None:
         queue.submit(batch)
     step = queue.wait()
     events = core.end(step.batch, step.results, step.finished, step.seconds)
 
-The drivers are `Engine`, a follower process (`engine/follower.py`) and the simulator (`longctx.simulation`).
+The drivers are `Engine`, `Follower` in other processes, replays, and the simulator (`longctx.simulation`).
 """
 
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 
 import numpy as np
 
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
-from longctx.serving.engine.metrics import EngineStats
+from longctx.serving.engine.metrics import EngineStats, Load
 from longctx.serving.executor.interface import Results
-from longctx.serving.kv_cache.connector import Loaded, PageFinder
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics
+from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -43,13 +47,14 @@ class Core:
 
     Args:
       scheduler: decides what a batch has.
-      page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
+      page_hash: extends the keys of sequences by the pages that they generate; None: no pages are shared.
       sessions: remembers where conversations stop.
       run_ahead: see `BatchQueue`.
 
     Attributes:
       counts: of tokens, by name, see `EngineStats`.
-      now: when it was last asked for something, by its driver's clock.
+      now: when it was last called, by its driver's clock.
+      is_profiled: whether the predictor was measured, so that requests may be refused by what it says.
 
     Source:
       Medha, 4.2 (chunks of prompts and decodes in one batch), after Sarathi-Serve.
@@ -75,13 +80,13 @@ class Core:
         self.page_hash = page_hash
         self.leases = Leases(scheduler.pool, scheduler.running.page_size)
         self._completing: deque[tuple[int, str, Chunk, int]] = deque()  # rows of sequences with leases, their steps
-        self.now, self._is_blocked = 0.0, False
+        self.now, self._is_blocked, self.is_profiled = 0.0, False, False
         names = "prompt_tokens", "output_tokens", "queried_tokens", "cached_tokens", "loaded_tokens"
         self.counts = dict.fromkeys(names, 0)
 
     @property
     def pool(self) -> PagePool:
-        """The pages of the cache, and who holds them."""
+        """The pages of the cache, and their holders."""
         return self.scheduler.pool
 
     def look_up(self, sequences: list[Sequence], store: PageFinder) -> None:
@@ -97,8 +102,27 @@ class Core:
         for sequence in sequences:
             sequence.available = (found + count) * self.scheduler.running.page_size if count else 0
 
+    def check(self, prepared: PreparedRequest) -> None:
+        """Check that a request could be served if it were the only one.
+
+        Args:
+          prepared: the request.
+
+        Raises:
+          ValueError: its lease is another's, or its pages or targets are more than can be had.
+        """
+        request, length, scheduler = prepared.request, len(prepared.tokens), self.scheduler
+        if request.lease is not None and request.lease in self.leases:
+            raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
+        scheduler.planner.check(length, request.sampling.max_tokens)
+        if self.is_profiled:
+            cached = scheduler.count_cached(prepared.shared_keys)
+            time = scheduler.forecast.time
+            alone = dataclasses.replace(time, predictor=scheduler.chunker.predictor.predictor)
+            alone.check_targets(request, cached, length, scheduler.plan.stage)
+
     def add(self, sequences: list[Sequence]) -> None:
-        """Let sequences wait; their sizes have been checked (`Scheduler.check`)."""
+        """Let sequences wait, which have been checked."""
         for sequence in sequences:
             lease_id = completion_of(sequence).lease_id
             if lease_id is not None:
@@ -172,7 +196,7 @@ class Core:
         return [self._finish(sequence, "", None, "moved", self.now)]
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
-        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
+        """End a load (`Batch.loads`); returns its sequence, which computes what is missing, or None if it is gone."""
         sequence = self.scheduler.end_load(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
@@ -184,7 +208,7 @@ class Core:
         return sequence
 
     def with_followers(self, keys: list[Key]) -> list[Key]:
-        """All pages of these keys, and those known here that come after them in any sequence."""
+        """Return these keys, and those known here of pages that come after them in any sequence."""
         stores = self.scheduler.stores
         return keys if stores is None else stores.with_followers(keys)
 
@@ -228,7 +252,7 @@ class Core:
           batch: what `begin` returned.
           results: what the executor has of it.
           now: seconds of the driver's clock.
-          seconds: that its step took; None: nobody knows.
+          seconds: that its step took; None: unknown.
 
         Returns:
           What it brought each sequence.
@@ -303,7 +327,7 @@ class Core:
         self.now = now
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """The last event of a sequence when a step has failed; nothing else can be done with it.
+        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
 
         Args:
           sequence: that was in the step.
@@ -320,7 +344,7 @@ class Core:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether somebody waits for memory."""
+        """Whether a sequence waits for memory."""
         running = self.scheduler.running
         return self._is_blocked or bool(self.scheduler.waiting and not len(running))
 
@@ -330,7 +354,7 @@ class Core:
         return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
 
     def stats(self) -> EngineStats:
-        """The counts since the core was made, and what it holds now."""
+        """Return the counts since the core was made, and what it holds now."""
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             steps=scheduler.num_steps,
@@ -342,6 +366,29 @@ class Core:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             idle_stage_steps=self.in_flight.num_idle,
+        )
+
+    def load(self, stats: EngineStats, now: float) -> Load:
+        """Return the work that there is, with these `stats`, at the time `now` of the driver's clock."""
+        waiting, running, pool = tuple(self.scheduler.waiting), self.scheduler.running, self.pool
+        prompts, decoding = (*waiting, *running.prefilling), tuple(running.decoding)
+        return Load(
+            time=now,
+            running=len(running),
+            waiting=len(waiting),
+            waiting_tokens=sum(sequence.length - sequence.prefix_hit_tokens for sequence in waiting),
+            # Pages of other engines are not computed here.
+            backlog_seconds=sum(
+                sequence.prefill_remaining
+                for sequence in prompts
+                if sequence.source == TIERS or sequence.available <= sequence.computed
+            ),
+            num_pages=pool.num_pages,
+            free_pages=pool.num_available,
+            pages_by_rank=tuple(map(pool.held_on, range(pool.num_ranks))),
+            stats=stats,
+            decoding=len(decoding),
+            decode_tokens=sum(sequence.computed for sequence in decoding),
         )
 
     def _plain_tokens(self, sequence: Sequence) -> int:
@@ -443,6 +490,40 @@ class Core:
             return None
         computed = completion.tokens[: sequence.computed]
         return self.sessions.note(_root(self.page_hash, completion), session, sequence.keys, computed)
+
+
+def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
+    """Begin what can be and wait for the oldest in-flight batch; None if there is none. `Core.end` takes its results.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    if not begin_steps(core, queue, now, logs):
+        return None
+    return end_step(queue, logs)
+
+
+def begin_steps(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> bool:
+    """Begin what can be; whether a batch is in flight then.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    while (batch := core.begin(now)) is not None:
+        for log in logs:
+            log.note_plan(batch)
+        queue.submit(batch)
+    if not queue and core.is_stuck:
+        raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+    return bool(queue)
+
+
+def end_step(queue: SubmitQueue, logs: Iterable[DecisionLog] = ()) -> EndedStep:
+    """Wait for the oldest in-flight batch."""
+    step = queue.wait()
+    for log in logs:
+        log.note_draw(step.batch, step.results.tokens)
+    return step
 
 
 def _root(page_hash: PageHash, completion: Completion) -> bytes:

@@ -1,8 +1,7 @@
-"""The engine of a program: requests in, tokens out. Whoever waits for tokens runs the steps."""
+"""`Engine`: requests in, tokens out. The thread that waits for tokens runs the steps."""
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,19 +15,18 @@ from longctx.models.params import Params
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Journal, RequestUpdate
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.engine.begin_recording import begin_recording
+from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, EventQueue, TokenStream, prepare_all
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.follower import Follower
-from longctx.serving.engine.jobs import Job, naming_prompt
-from longctx.serving.engine.metrics import EngineStats
-from longctx.serving.engine.monitor import StepMonitor
-from longctx.serving.engine.resolve import resolve
-from longctx.serving.engine.step_driver import StepDriver
-from longctx.serving.engine.step_lock import Interrupts
-from longctx.serving.engine.stream import TokenStream
-from longctx.serving.executor.executor import DeviceExecutor
+from longctx.serving.engine.metrics import EngineStats, Monitor, StepMonitor
+from longctx.serving.engine.page_transfers import PageTransfers
+from longctx.serving.engine.setup import resolve
+from longctx.serving.engine.step_lock import Interrupts, StepLock
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, LocatedSources, PageKeeper
+from longctx.serving.executor.submit_queue import SubmitQueue
+from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT, LeasedSource, LocatedSources, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -39,20 +37,20 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.device_memory import MemoryUse
 from longctx.serving.scheduler.look_ahead import copy_scheduler
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.validation import check_real
+from longctx.serving.scheduler.sequence import Sequence
 
 
-class Engine(StepDriver):
-    r"""Serves a model, on one device or many. Any thread may call any method.
+class Engine:
+    r"""Engine that serves a model, on one device or many. Any thread may call any method.
 
-    Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
-    has ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may
-    be called by a signal handler.
+    A thread that waits for tokens runs steps, one thread at a time. Calls of others take effect when the step has
+    ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may be
+    made by a signal handler.
 
     An exception within a step leaves the device in an unknown state: every request ends with a last event
-    (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
-    ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
-    so may an exception that another signal's handler raises.
+    (`finish_reason="error"`), and every later call raises RuntimeError. Ctrl-C waits for the end of a step, and cancels
+    the requests of the call that it interrupts. Ctrl-C twice does not wait, and ends the engine, and so may an
+    exception that another signal's handler raises.
 
     On accelerators an engine without `num_pages` has as many as fit into memory beside the programs of the largest
     steps, which it compiles when it is made.
@@ -76,10 +74,14 @@ class Engine(StepDriver):
       store: keeps pages beyond the devices. None: as `config.tiers` says. It may be shared by engines of one model.
 
     Attributes:
-      model: as given.
-      config: as given.
+      model, config: as given.
       core: what decides, see `Core`.
       input_processor: prepares its requests, see `InputProcessor`.
+      now: returns seconds of its clock.
+      requests: that have not ended, by id.
+      pages: that leave it and arrive, see `PageTransfers`.
+      process_group: the processes that run it together.
+      takes_handoffs: whether it goes on with what other engines have computed: not if it is recorded.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
@@ -119,25 +121,38 @@ class Engine(StepDriver):
         topology: Topology | None = None,
         store: PageKeeper | None = None,
     ) -> None:
-        self._lockstep = Lockstep(process_group or ProcessGroup.alone())
-        resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
-        self.page_identity = resolved.identify_pages(params)
-        store = store or resolved.open_store(self.page_identity)
+        self.process_group, self.takes_handoffs = process_group or ProcessGroup.alone(), recorder is None
+        self._lockstep = Lockstep(self.process_group)
+        setup = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
+        self.page_identity = setup.identify_pages(params)
+        store = store or setup.open_store(self.page_identity)
         if executor is None:
-            executor, resolved = resolved.make_executor(params, store, process_group)
+            executor, setup = setup.make_executor(params, store, process_group)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
-        self._resolved = resolved
-        self.config, self.plan, self.mesh = resolved.config, resolved.plan, resolved.mesh
-        self.model, self.tokenizer, self.topology = model, tokenizer, resolved.topology
-        self.max_length, self.num_pages = resolved.max_length, resolved.num_pages
-        self.core, self.input_processor, self._sequence_maker = resolved.make_core()
+        self.config, self.plan, self.mesh = setup.config, setup.plan, setup.mesh
+        self.model, self.tokenizer, self.topology = model, tokenizer, setup.topology
+        self.max_length, self.num_pages = setup.max_length, setup.num_pages
+        self.core, self.input_processor, self._sequence_maker = setup.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         if recorder is not None:
-            begin_recording(recorder, resolved, params, self.core, self._lockstep.leads)
-        super().__init__(executor, clock, recorder, monitor, store)
-
-    # One call for all.
+            setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
+        self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
+        self._executor, self.now = executor, clock
+        self._queue = SubmitQueue(executor, clock, self.plan.stage)
+        self._monitor = Monitor(monitor)
+        self._is_warm = False
+        self._is_idle = False  # whether the last step had nothing to begin
+        self._events = EventQueue()  # that `step` returns
+        self._lock = StepLock(self._settle, self._fail)
+        look_up = lambda sequences: self.pages.look_up(sequences)  # noqa: E731
+        self.requests = ActiveRequests(
+            self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
+        )
+        update, share = self._lock.update, self.config.verify_share
+        self.pages: PageTransfers = PageTransfers(
+            self.core, executor, store, self._note, update, lambda: self.now(), self._lockstep, share, self.requests
+        )
 
     def generate(
         self,
@@ -159,19 +174,10 @@ class Engine(StepDriver):
           TypeError, ValueError: a prompt can't be served. None of them is begun then.
           RuntimeError: the engine has failed.
         """
-        stream = self._begin(read_requests(prompts, sampling))
-        outputs: dict[tuple[str, int], Output] = {}
-        try:
-            for event in stream:
-                if progress is not None:
-                    progress(event)
-                if event.output is not None:
-                    outputs[event.request_id, event.index] = event.output
-        finally:
-            stream.close()
-        if any(output.finish_reason == "error" for output in outputs.values()):
+        outputs = self.stream(prompts, sampling).outputs(progress)
+        if any(output.finish_reason == "error" for output in outputs):
             self._check_alive()
-        return [outputs[job.request_id, n] for job in stream.jobs for n in range(job.prepared.request.sampling.n)]
+        return outputs
 
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
@@ -184,7 +190,13 @@ class Engine(StepDriver):
         Returns:
           An iterator of events, each with the tokens of one step.
         """
-        return self._begin(read_requests(prompts, sampling))
+        arrival, prepared = self.now(), prepare_all(self.input_processor, read_requests(prompts, sampling))
+        wait(self.pages.ask_ahead(prepared), LOOKUP_TIMEOUT)
+        stream = TokenStream(self._take_turn, self._lock, self.requests.leave)
+        add = stream.events.append
+        stream.requests += [ActiveRequest(each, arrival, lambda _, event: add(event)) for each in prepared]
+        self._start(stream.requests)
+        return stream
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         """Compile the programs of all steps, several at a time; in a process group this is `warm_up`.
@@ -197,7 +209,8 @@ class Engine(StepDriver):
         Raises:
           RuntimeError: requests have not ended.
         """
-        self._prepare("compile", self._compile if self._lockstep.is_alone else self._warm_up, progress)
+        with self._without_requests("compile", "compile must be called before requests, and"):
+            self._warm_up(progress, runs=not self._lockstep.is_alone)
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile every program that serving needs, and run it once; nothing is compiled after it.
@@ -208,10 +221,11 @@ class Engine(StepDriver):
         Raises:
           RuntimeError: requests have not ended: warming up writes to their slots.
         """
-        self._prepare("warm_up", self._warm_up, progress)
+        with self._without_requests("warm_up", "warm_up must be called before requests, and"):
+            self._warm_up(progress)
 
     def follow(self, sources: LocatedSources | None = None) -> None:
-        """Do what the first process's engine does, until its process group is closed there.
+        """Repeat what the first process's engine does, until its process group is closed there.
 
         Args:
           sources: where this process fetches its part of pages that other engines have; None: nowhere.
@@ -222,42 +236,36 @@ class Engine(StepDriver):
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         try:
-            with self._failing():
-                arguments = self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker
-                Follower(*arguments, self._following, self.pages.store, sources).run()
+            with self._lock.failing():
+                arguments = self.core, self._executor, self._lockstep, self.input_processor, self.requests, self.pages
+                Follower(*arguments, self._lock.following, sources).run()
         finally:
             self.pages.close()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
-        """The executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
+        """Return the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
 
         Raises:
           RuntimeError: requests have not ended, or other processes take part.
         """
-        with self._step_lock.turn("lend_executor"):
-            with self._step_lock.held():
-                self._check_alive()
-                if not self._lockstep.is_alone:
-                    raise RuntimeError("an engine is measured in one process alone")
-                self._drain("an engine is measured while it serves nobody: {} have not ended")
-                self.core.pool.clear()
-                for journal in self._journals:
-                    journal.note_clear()
-                with self._failing():
-                    yield self._executor
-            self._monitor.catch_up()
+        with self._without_requests("lend_executor", "an engine is measured while it serves nobody:"):
+            if not self._lockstep.is_alone:
+                raise RuntimeError("an engine is measured in one process alone")
+            self.core.pool.clear()
+            for journal in self._journals:
+                journal.note_clear()
+            with self._lock.failing():
+                yield self._executor
 
     @property
     def memory(self) -> MemoryUse | None:
-        """Where the memory of an accelerator goes, also as text; of the largest programs, until all are compiled.
+        """Use of an accelerator's memory, also as text; of the largest programs, until all are compiled.
 
         None: the engine runs on CPUs, or the memory is not known.
         """
-        fit = self._executor.fit if isinstance(self._executor, DeviceExecutor) else None
+        fit = getattr(self._executor, "fit", None)
         return None if fit is None else fit.use
-
-    # Piece by piece.
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise and hash its prompt: what `submit` does first, outside of the engine's lock.
@@ -270,22 +278,24 @@ class Engine(StepDriver):
         """
         return self.input_processor.prepare(request)
 
-    def check(self, prepared: PreparedRequest) -> None:
-        """Check that a request could be served by an engine that does nothing else.
+    def claim(self, requests: List[ActiveRequest]) -> None:
+        """Check that requests could be served if there were no others, and give them their ids; all or none.
 
         Raises:
-          ValueError: it was prepared for another engine, or its pages or targets are more than can be had.
+          TypeError, ValueError: one can't be served, or its id is taken.
+          RuntimeError: the engine has failed.
         """
-        request, tokens, _, prepared_for = prepared
-        if request.lease is not None and request.lease in self.core.leases:
-            raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
-        if prepared_for != self.input_processor.fingerprint:
-            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
-        self.scheduler.check(len(tokens), request.sampling.max_tokens)
-        if self._resolved.is_profiled:
-            cached = self.scheduler.count_cached(prepared.shared_keys)
-            alone = dataclasses.replace(self.scheduler.forecast.time, predictor=self.predictor.predictor)
-            alone.check_targets(request, cached, len(tokens), self.plan.stage)
+        self._check_alive()
+        if not self.takes_handoffs and any(request.handoff is not None for request in requests):
+            raise ValueError("handoff must be None for an engine that is recorded")
+        self._lock.apply()
+        self.requests.claim(requests)
+
+    def begin(self, requests: List[ActiveRequest]) -> None:
+        """Let claimed requests enter with the next step."""
+        for request in requests:
+            request.has_begun = True
+        self._lock.update(self.requests.enter, requests)
 
     def submit(
         self,
@@ -309,20 +319,16 @@ class Engine(StepDriver):
         Raises:
           TypeError, ValueError: it can't be served.
         """
-        arrival = self._clock() if arrival is None else check_real("arrival", arrival, -math.inf, self._clock())
+        arrival = self.now() if arrival is None else arrival
         if isinstance(request, PreparedRequest):
             prepared = request
         else:
             prepared = self.prepare(request)
-            wait(self.pages.ask_ahead([prepared]), PATIENCE)
-        jobs: list[Job] = []
-        if handoff is not None:
-            if not self.takes_handoffs:
-                raise ValueError("handoff must be None for an engine that is recorded")
-            sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
-            handoff.check(len(prepared.tokens), sampling, vocab_size)
-        self._start([prepared], arrival, self._events, jobs, handoff, sources)
-        return jobs[0].request_id
+            wait(self.pages.ask_ahead([prepared]), LOOKUP_TIMEOUT)
+        add = self._events.append
+        active = ActiveRequest(prepared, arrival, lambda _, event: add(event), handoff, sources or {})
+        self._start([active])
+        return active.request_id
 
     def cancel(self, request_id: str) -> bool:
         """End a request wherever it is.
@@ -332,12 +338,7 @@ class Engine(StepDriver):
         Returns:
           False if it is unknown or has ended.
         """
-        self._check_alive()
-        self._apply_updates()
-        job = self._jobs.get(request_id)
-        if job is not None:
-            self.cancel_jobs([job])
-        return job is not None
+        return self._end(request_id, None)
 
     def hand_off(self, request_id: str, lease: str) -> bool:
         """End a request wherever it is, for another engine that goes on with it.
@@ -351,22 +352,7 @@ class Engine(StepDriver):
         Returns:
           False if it is unknown or has ended.
         """
-        self._check_alive()
-        self._apply_updates()
-        job = self._jobs.get(request_id)
-        if job is not None:
-            with Interrupts():
-                self._update(lambda job: self._leave(job, lease), [job])
-        return job is not None
-
-    def cancel_jobs(self, jobs: list[Job]) -> None:
-        """End what has not ended of them."""
-        with Interrupts():
-            self._update(self._leave, jobs)
-
-    def abandon(self, jobs: list[Job]) -> None:
-        """`cancel_jobs`, later: this is safe in a finaliser, which may run in the midst of anything."""
-        self._updates.add(self._leave, jobs)
+        return self._end(request_id, lease)
 
     def step(self) -> list[Event]:
         """Begin what can be, wait for the oldest in-flight batch; returns the events of submitted requests.
@@ -376,34 +362,9 @@ class Engine(StepDriver):
         Raises:
           RuntimeError: the engine has failed, or a monitor or a signal handler called it within a step.
         """
-        if self._error is None or not self._events:
+        if self._lock.error is None or not self._events:
             self._take_turn("step", None)
-        events: list[Event] = []
-        try:
-            with Interrupts(), contextlib.suppress(IndexError):
-                while True:
-                    events.append(self._events.popleft())
-            return events
-        except BaseException:
-            self._events.extendleft(reversed(events))  # for the next call
-            raise
-
-    def advance(self, events: deque[Event]) -> None:
-        """A step, unless there are events by now."""
-        self._take_turn("next", events)
-
-    def progress(self, request_id: str) -> tuple[int, int]:
-        """How many tokens of a request's prompt are computed, found in the cache or planned, and how many it has.
-
-        Raises:
-          KeyError: no such request, or it has ended.
-        """
-        return self._jobs[request_id].progress
-
-    def num_waiting(self, request_id: str) -> float:
-        """How many completions of a request wait for a slot; infinite if it has not come yet."""
-        job = self._jobs.get(request_id)
-        return math.inf if job is None else job.num_waiting
+        return self._events.take()
 
     @property
     def has_work(self) -> bool:
@@ -412,24 +373,14 @@ class Engine(StepDriver):
         Raises:
           RuntimeError: the engine has failed, and the last events of its requests have been returned.
         """
-        if self._error is not None and not self._events:
+        if self._lock.error is not None and not self._events:
             self._check_alive()
-        self._apply_updates()
-        return bool(self._jobs or self._events or self.core.has_stores or self.pages.verifier.has_work)
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The processes that run it together."""
-        return self._lockstep.group
-
-    @property
-    def takes_handoffs(self) -> bool:
-        """Whether it goes on with what other engines have computed: not if it is recorded."""
-        return len(self._journals) <= 1
+        self._lock.apply()
+        return bool(self.requests.have_begun or self._events or self.core.has_stores or self.pages.verifier.has_work)
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
-        with Interrupts(), self._step_lock.held_if_free() as is_held:
+        with Interrupts(), self._lock.held_if_free() as is_held:
             return copy_scheduler(self.scheduler) if is_held else None
 
     def add_monitor(self, monitor: StepMonitor) -> None:
@@ -438,44 +389,112 @@ class Engine(StepDriver):
 
     def stats(self) -> EngineStats:
         """The counts since the engine was made, and what it holds now: nothing, once it has failed."""
-        self._apply_updates()
+        self._lock.apply()
         stats = self.core.stats()
-        if self._error is not None:
+        if self._lock.error is not None:
             stats = dataclasses.replace(stats, running=0, waiting=0, pages_held=0, pages_cached=0)
         return stats
 
-    # Requests.
-
-    def _begin(self, requests: List[Request]) -> TokenStream:
-        arrival = self._clock()
-        prepared = []
-        for i, request in enumerate(requests):
-            with naming_prompt(i, len(requests)):
-                prepared.append(self.prepare(request))
-        wait(self.pages.ask_ahead(prepared), PATIENCE)
-        stream = TokenStream(self)
-        self._start(prepared, arrival, stream.events, stream.jobs)
-        return stream
-
-    def _start(
-        self,
-        requests: List[PreparedRequest],
-        arrival: float,
-        events: deque[Event],
-        jobs: list[Job],
-        handoff: Handoff | None = None,
-        sources: Mapping[str, LeasedSource] | None = None,
-    ) -> None:
-        """Check that all of them can be served, and let them enter, as `jobs`; all or none."""
+    def _start(self, requests: List[ActiveRequest]) -> None:
+        """Claim and begin requests; all or none."""
         try:
             with Interrupts():
-                self._check_alive()
-                self._apply_updates()
-                for i, prepared in enumerate(requests):
-                    with naming_prompt(i, len(requests)):
-                        self.check(prepared)
-                self._jobs.claim(requests, arrival, events, jobs, handoff, sources)
-                self._update(self._enter, jobs)
+                self.claim(requests)
+                self.begin(requests)
         except BaseException:
-            self.cancel_jobs(jobs)
+            self._lock.update(self.requests.leave, requests)
             raise
+
+    def _end(self, request_id: str, lease: str | None) -> bool:
+        """End a request by its id; whether it is known."""
+        self._check_alive()
+        self._lock.apply()
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._lock.update(lambda request: self.requests.leave(request, lease), [request])
+        return request is not None
+
+    def _note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
+        for journal in self._journals:
+            journal.note(update, sequences)
+
+    def _take_turn(self, call: str, events: deque[Event] | None) -> None:
+        """Run a step, and tell the monitor; nothing if there are events by the time that it is this thread's turn."""
+        with Interrupts() as interrupts, self._lock.turn(call):
+            with self._lock.held(interrupts):
+                if not events:
+                    self._step()
+            self._monitor.catch_up()
+
+    def _step(self) -> None:
+        self._check_alive()
+        self._lock.apply_locked()
+        if not (self._is_warm or self._lockstep.is_alone):
+            self._warm_up()
+        now = self.now()
+        with self._lock.failing(), self._lockstep.limit("a step"):
+            self.pages.poll(now, self._is_idle)
+            self.pages.verifier.poll(not self.requests.have_begun)
+            for journal in self._journals:
+                journal.note_step(now)
+            step = run_step(self.core, self._queue, now, self._journals)
+            events: list[Event] = []
+            self._is_idle = step is None
+            if step is not None:
+                self._monitor.note(step)
+                events = self.core.end(step.batch, step.results, step.finished, step.seconds)
+                self.requests.deliver(events)
+            for journal in self._journals:
+                journal.note_end(step, events)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Let other processes have what this one has, where no step is to follow but pages may be asked for."""
+        if self._is_warm and self.core.leases and not self.requests.have_begun and self._lock.error is None:
+            self._lockstep.settle(self.now())
+
+    @contextlib.contextmanager
+    def _without_requests(self, call: str, error: str) -> Iterator[None]:
+        """A context in which there is no request, and no step runs; RuntimeError if there are some."""
+        with self._lock.turn(call):
+            with self._lock.held():
+                with Interrupts():
+                    self._check_alive()
+                    self._lock.apply_locked()
+                    self.pages.verifier.give_way()
+                    if self.requests:
+                        raise RuntimeError(f"{error} {len(self.requests)} have not ended")
+                    while self._queue:
+                        self._step()
+                yield
+            self._monitor.catch_up()
+
+    def _fail(self, cause: str) -> None:
+        """End all requests, and the engines of other processes."""
+        try:
+            self.requests.fail(f"a step failed: {cause}")
+        finally:
+            for journal in self._journals:
+                journal.note_failure(cause)
+
+    def _warm_up(self, progress: Progress = ignore_progress, runs: bool = True) -> None:
+        """Compile all programs, and run them once."""
+        alone = self._lockstep.is_alone
+        if alone:
+            with Interrupts.allowed():
+                self._executor.compile(progress)  # an interrupt here breaks nothing
+        if runs:
+            with Interrupts() if alone else Interrupts.allowed(), self._lock.failing():
+                if alone:
+                    self._executor.warm_up()
+                else:
+                    self._lockstep.send_warm_up()
+                    self._lockstep.warm_up(self._executor, progress)
+                self._is_warm = True
+
+    def _check_alive(self) -> None:
+        self._lock.check_alive()
+        if not self._lockstep.leads:
+            raise RuntimeError(
+                f"process {self._lockstep.group.process_id} follows process 0, which takes requests: follow()"
+            )

@@ -1,38 +1,38 @@
-"""The engine of a process that follows another: it decides the same, on the same news, at the same time."""
+"""`Follower`: the engine of a process that follows another; it decides the same from the same updates."""
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from longctx.serving.distributed.load_ends import LoadEnds
-from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
 from longctx.serving.distributed.orders import (
     Arrival,
+    Cancel,
     Evict,
     Forget,
     Located,
-    Pin,
+    Release,
     RequestUpdate,
     SettleOrder,
     StepOrder,
 )
-from longctx.serving.engine.core import Core
-from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
-from longctx.serving.engine.ordered_core import OrderedCore
+from longctx.serving.engine.active_request import ActiveRequests
+from longctx.serving.engine.core import Core, run_step
+from longctx.serving.engine.input_processor import InputProcessor
+from longctx.serving.engine.page_transfers import PageTransfers
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
-from longctx.serving.kv_cache.connector import LocatedSources, PageKeeper
-from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.kv_cache.connector import Loaded, LocatedSources
 
 
 class Follower:
-    """Drives a core by the orders of the first process.
+    """Driver of a core by the orders of the first process.
 
-    A step ends here when the next one is ordered, since only the first process knows how long it took.
+    A step ends here when the next one is ordered, since only the first process knows how long it took. Requests are not
+    checked: the first process has.
 
     Args:
-      turn: a context for what is done by an order, into which no other thread's calls come.
+      requests, pages: of the engine.
+      turn: a context in which an order is carried out, and no other thread's calls.
       sources: where pages of other engines come from; None: nowhere.
     """
 
@@ -42,22 +42,21 @@ class Follower:
         executor: Executor,
         lockstep: Lockstep,
         input_processor: InputProcessor,
-        sequence_maker: SequenceMaker,
+        requests: ActiveRequests,
+        pages: PageTransfers,
         turn: Callable[[], AbstractContextManager[None]],
-        store: PageKeeper | None = None,
         sources: LocatedSources | None = None,
     ) -> None:
-        self._executor, self._lockstep, self._store = executor, lockstep, store
+        self._core, self._executor, self._lockstep = core, executor, lockstep
+        self._input_processor, self._requests, self._pages = input_processor, requests, pages
         self._turn, self._sources = turn, sources
         self._leases: dict[str, set[str]] = {}  # of requests that come with some, by their ids
         self._ended: EndedStep | None = None
         self._load_ends = LoadEnds(lockstep.group)
-        self._input_processor, self._sequence_maker = input_processor, sequence_maker
-        queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
-        self._core = OrderedCore(core, queue, self._make, [lockstep])
+        self._queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
 
     def run(self) -> None:
-        """Until the first process ends."""
+        """Follow until the first process ends."""
         for order in self._lockstep.orders():
             with self._turn():
                 if isinstance(order, StepOrder | SettleOrder):
@@ -68,46 +67,44 @@ class Follower:
 
     def _act(self, order: StepOrder | SettleOrder) -> None:
         self._end_step(order.now, order.seconds)
-        for news in order.updates:
-            self._hear(news)
+        for update in order.updates:
+            self._apply(update)
         if isinstance(order, StepOrder):
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
-                self._ended = self._core.step(order.now)
+                self._ended = run_step(self._core, self._queue, order.now, [self._lockstep])
         if self._sources is not None:
-            for request_id in self._leases.keys() - self._core.open.keys():
+            for request_id in self._leases.keys() - self._requests.keys():
                 for lease_id in self._leases.pop(request_id):
                     self._executor.sources.pop(lease_id, None)
                     self._sources.drop(lease_id)
 
     def _end_step(self, now: float, seconds: float | None) -> None:
         if self._ended is not None:
-            self._core.end(self._ended, now, seconds)
-            self._ended = None
+            step, self._ended = self._ended, None
+            self._requests.deliver(self._core.end(step.batch, step.results, now, seconds))
 
-    def _hear(self, news: RequestUpdate) -> None:
-        if self._sources is not None and isinstance(news, Located):
-            self._sources.locate(*news)
-        if self._sources is not None and isinstance(news, Arrival) and news.handoff is not None:
-            leases = {each.lease for each in news.handoff.completions if each.lease is not None}
-            self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
-            self._leases[news.request_id] = leases
-        if self._store is not None and isinstance(news, Forget | Pin | Evict):
-            self._tell_store(self._store, news)
-        self._core.hear(news)
-
-    def _tell_store(self, store: PageKeeper, news: Forget | Pin | Evict) -> None:
-        if isinstance(news, Pin):
-            store.pin(news.keys, time.monotonic() + news.seconds)
-        elif isinstance(news, Evict):
-            keys = frozenset(news.keys)
-            if news.tier == "host" and isinstance(store, TieredStore):
-                store.evict(lambda key: key in keys)
-        else:
-            for key in news.keys:
-                store.forget(key)
-
-    def _make(self, arrival: Arrival) -> list[Sequence]:
-        prepared = self._input_processor.prepare(arrival.request)
-        seed = None if arrival.handoff is None else arrival.handoff.seed
-        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now, seed)
+    def _apply(self, update: RequestUpdate) -> None:
+        core, requests = self._core, self._requests
+        match update:
+            case Arrival(request, request_id, now, available, handoff, resumed):
+                if self._sources is not None and handoff is not None:
+                    leases = {each.lease for each in handoff.completions if each.lease is not None}
+                    self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
+                    self._leases[request_id] = leases
+                prepared = self._input_processor.prepare(request)
+                requests.repeat(prepared, request_id, now, available, handoff, resumed)
+            case Cancel():
+                requests.leave(requests[update.request_id], update.lease)
+            case Loaded():
+                core.end_load(update)
+            case Release():
+                core.leases.release(update.lease_id)
+            case Forget():
+                core.forget(update.keys)
+            case Evict(tier="device"):
+                keys = frozenset(update.keys)
+                core.pool.evict(lambda key: key in keys)
+            case Located() if self._sources is not None:
+                self._sources.locate(*update)
+        self._pages.tell_store(update)

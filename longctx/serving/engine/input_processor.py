@@ -1,4 +1,4 @@
-"""Checks, tokenises and hashes requests, and makes sequences of them."""
+"""`InputProcessor` checks, tokenises and hashes requests; `SequenceMaker` makes sequences of them."""
 
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.request.completion import Completion, Detokenizer
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Metrics, TokenLogprob
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class InputProcessor:
-    """Prepares requests for an engine. It has no state, so it may do that in any thread, or in another process.
+    """Preparation of requests for an engine. It has no state, so any thread or process may do it.
 
     Args:
       model: its vocabulary is what token ids are checked against.
@@ -70,11 +71,22 @@ class InputProcessor:
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         tokens = self._tokenise(request.prompt)
-        self._check(request, len(tokens))
+        self._check_request(request, len(tokens))
         keys: list[bytes] = []
         if self._config.prefix_cache and request.shares_pages:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant, request.cache_salt))
         return PreparedRequest(request, tokens, keys, self.fingerprint)
+
+    def check(self, prepared: PreparedRequest, handoff: Handoff | None) -> None:
+        """Check that a request, `prepared`, is for this engine, and that the `handoff` of another engine fits it.
+
+        Raises:
+          ValueError: it is not, or does not.
+        """
+        if prepared.prepared_for != self.fingerprint:
+            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
+        if handoff is not None:
+            handoff.check(len(prepared.tokens), prepared.request.sampling, self._model.vocab_size)
 
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
@@ -97,7 +109,7 @@ class InputProcessor:
             )
         return ids.astype(np.int32)
 
-    def _check(self, request: Request, prompt_length: int) -> None:
+    def _check_request(self, request: Request, prompt_length: int) -> None:
         params, vocab = request.sampling, self._model.vocab_size
         if params.n > self._config.max_running:
             raise ValueError(f"n must be at most max_running={self._config.max_running}, got {params.n}")
@@ -123,7 +135,7 @@ class InputProcessor:
 
 
 class SequenceMaker:
-    """Makes the sequences of prepared requests, in the order of arrival: an engine has one.
+    """Factory of the sequences of prepared requests, in the order of arrival: an engine has one.
 
     Args:
       sessions: where conversations stopped.
@@ -144,14 +156,14 @@ class SequenceMaker:
         self._count = 0
 
     def next_order(self) -> int:
-        """The number of a sequence that somebody else makes."""
+        """Take the number of a sequence that is made elsewhere."""
         self._count += 1
         return self._count - 1
 
     def make(
         self, prepared: PreparedRequest, request_id: str, arrival: float, seed: int | None = None
     ) -> list[Sequence]:
-        """A sequence for each of the request's n completions; `seed`: what another engine drew for it."""
+        """Make a sequence for each of the request's n completions; `seed`: drawn by another engine for it."""
         request, tokens, keys, _ = prepared
         params = request.sampling
         if seed is None:

@@ -1,4 +1,4 @@
-"""How much memory an engine needs on its devices, estimated before it is allocated, and how much there is."""
+"""Memory that an engine needs on its devices, estimated before it is allocated, and memory that there is."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ LOWER = {
     "pages": "lower num_pages or page_size; about {fit:,} pages fit",
     "steps": "lower max_running or token_budget",
 }
-"""What to do where parameters, pages or steps are what takes most."""
+"""Advice by what takes most memory: parameters, pages or steps."""
 
 
 class MemoryEstimate(NamedTuple):
@@ -132,7 +132,7 @@ def most_pages(config: EngineConfig, max_length: int) -> int:
 def memory_use(
     model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, device: DeviceMemory, max_length: int
 ) -> MemoryUse:
-    """What an engine takes of an accelerator's memory beside its pages; of a step, by estimation.
+    """Compute what an engine takes of an accelerator's memory beside its pages; of a step, by estimation.
 
     Args:
       device: with the parameters among what is used.
@@ -200,7 +200,7 @@ def _slot_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike
 
 
 def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Of the parameters that each device has."""
+    """Bytes of the parameters that each device has."""
     params = abstract_sharded_params(model.config, mesh, dtype)
     if model.config.tie_embeddings and mesh.shape["stage"] * mesh.shape["tensor"] == 1:
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
@@ -209,13 +209,13 @@ def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
 
 
 def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Of the head's part that each device has."""
+    """Bytes of the head's part that each device has."""
     leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype)["lm_head"])
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Of the keys and values of a page on each device; `dtype`: of the parameters."""
+    """Bytes of the keys and values of a page on each device; `dtype`: of the parameters."""
     sizes, itemsize = mesh.shape, np.dtype(dtype).itemsize
     return cache_bytes(model.config, config.page_size, sizes["stage"], sizes["tensor"], itemsize, config.kv_dtype)
 
@@ -241,7 +241,7 @@ def _host_bytes() -> Iterator[int]:
         most, now = _read(group + limit).strip(), _read(group + used).strip()
         if most.isdecimal() and now.isdecimal():
             statistics = _read(group + str(Path(used).with_name("memory.stat"))).split()
-            # Pages of files that nobody has touched lately are given back when memory is short.
+            # Pages of files that were not touched lately are given back when memory is short.
             files = statistics[statistics.index("inactive_file") + 1] if "inactive_file" in statistics else "0"
             yield max(0, int(most) - int(now) + int(files))
 

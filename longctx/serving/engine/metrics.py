@@ -1,11 +1,17 @@
-"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all."""
+"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all, `Load` after one, and their `Monitor`."""
 
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.scheduler.batch import Exchange
 from longctx.serving.scheduler.sequence import State, completion_of
+
+logger = logging.getLogger(__name__)
 
 
 class StepMetrics(NamedTuple):
@@ -64,7 +70,7 @@ class StepMetrics(NamedTuple):
 
     @classmethod
     def of(cls, step: EndedStep) -> "StepMetrics":
-        """Of a step whose results the core has not taken yet.
+        """Measure a step whose results the core has not taken yet.
 
         Returns:
           What a monitor is given.
@@ -163,3 +169,128 @@ class EngineStats:
     running: int
     waiting: int
     idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
+
+
+@dataclass(frozen=True)
+class Load:
+    """Snapshot of an engine's load.
+
+    Attributes:
+      time: by the engine's clock.
+      running, waiting: sequences.
+      waiting_tokens: tokens of prompts of waiting sequences, but those that were in the cache when they came.
+      backlog_seconds: predicted seconds of all prompts' tokens that are not computed yet, one after the other, but
+        those whose pages come from another engine.
+      num_pages: pages of the cache, on all ranks together.
+      free_pages: those that can still be promised to sequences: unheld, though perhaps cached.
+      pages_by_rank: pages that sequences hold, on each context rank.
+      stats: counts since the engine was made.
+      decoding: sequences that decode.
+      decode_tokens: tokens of theirs that are in the cache.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> with EngineThread(engine) as thread:
+      ...     load = thread.load  # of an engine that has nothing to do
+      >>> load.running, load.waiting, load.free_pages, load.cache_usage
+      (0, 0, 256, 0.0)
+    """
+
+    time: float
+    running: int
+    waiting: int
+    waiting_tokens: int
+    backlog_seconds: float
+    num_pages: int
+    free_pages: int
+    pages_by_rank: tuple[int, ...]
+    stats: EngineStats
+    decoding: int = 0
+    decode_tokens: int = 0
+
+    @property
+    def pages_held(self) -> int:
+        """Pages that sequences hold, on all ranks."""
+        return sum(self.pages_by_rank)
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the pages that sequences hold, 0 to 1."""
+        return self.pages_held / self.num_pages
+
+
+class StepReport(NamedTuple):
+    """Report of a step that has ended, and the load after it.
+
+    Attributes:
+      metrics: of the step.
+      load: of the engine, when it had ended.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread, Request, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> import queue
+      >>> reports, ended = queue.Queue(), queue.Queue()
+      >>> with EngineThread(engine) as thread:
+      ...     thread.on_step.append(reports.put)
+      ...     _ = thread.submit(engine.prepare(Request([7] * 100, SamplingParams(max_tokens=1))), ended.put)
+      ...     report = reports.get()
+      >>> report.rows  # request, rows, whether it decodes
+      (('request-0', 100, False),)
+    """
+
+    metrics: StepMetrics
+    load: Load
+
+    @property
+    def rows(self) -> tuple[tuple[str, int, bool], ...]:
+        """(request id, rows, whether it decodes) of each sequence in the step."""
+        return self.metrics.rows
+
+
+StepMonitor = Callable[[StepMetrics], object]
+
+
+class Monitor:
+    """Calls functions with every ended step, in order; one that raises is not called any more."""
+
+    def __init__(self, call: StepMonitor | None) -> None:
+        self._calls: list[StepMonitor] = [] if call is None else [call]
+        self._ended: deque[StepMetrics] = deque()
+        self._calling = threading.Lock()
+
+    def add(self, call: StepMonitor) -> None:
+        """Call one more function from the next step on."""
+        self._calls.append(call)
+
+    def note(self, step: EndedStep) -> None:
+        """Keep a step for `catch_up`."""
+        if self._calls:
+            self._ended.append(StepMetrics.of(step))
+
+    def catch_up(self) -> None:
+        """Pass on the steps that were noted, unless another thread is about to."""
+        while self._ended and self._calling.acquire(blocking=False):
+            try:
+                while self._ended:
+                    step = self._ended.popleft()
+                    for call in tuple(self._calls):
+                        self._tell(call, step)
+            finally:
+                self._calling.release()
+
+    def _tell(self, call: StepMonitor, step: StepMetrics) -> None:
+        try:
+            call(step)
+        except Exception:
+            self._calls.remove(call)
+            logger.exception("the engine's monitor raised in step %d, and is not called any more", step.number)

@@ -1,4 +1,4 @@
-"""Replays a log on the model that it was recorded of, to compare tokens: step by step, or on another plan."""
+"""Replay of a log on the model that it was recorded of, to compare tokens: step by step, or on another plan."""
 
 import dataclasses
 import time
@@ -12,10 +12,10 @@ from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release
+from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -39,7 +39,7 @@ from longctx.serving.recording.records import (
 )
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.sequence import Sequence, State, completion_of
+from longctx.serving.scheduler.sequence import State, completion_of
 
 
 class Mismatch(NamedTuple):
@@ -62,7 +62,7 @@ class Mismatch(NamedTuple):
 
 
 class ModelReplay:
-    """Runs the recorded batches on the device: the same rows in the same steps, so that tokens are the same bit by bit.
+    """Replay of the recorded batches on the device: the same rows in the same steps, so tokens are bitwise equal.
 
     Raises:
       ValueError: the engine had a custom policy or predictor, which a log does not hold.
@@ -76,7 +76,7 @@ class ModelReplay:
             raise ValueError("the recorded engine had a custom policy or predictor, which a log does not hold")
         self._log, config, plan = log, header.config, header.plan
         mesh = mesh or make_mesh()
-        core, self._input_processor, self._sequence_maker = build_core(
+        self._core, self._input_processor, maker = build_core(
             model.config,
             config,
             plan,
@@ -88,8 +88,8 @@ class ModelReplay:
             header.element_bytes,
         )
         self._executor = DeviceExecutor.on_mesh(model, params, config, plan, mesh, header.num_pages, header.max_length)
-        queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
-        self._core = OrderedCore(core, queue, self._make, [self])
+        self._queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
+        self._requests = ActiveRequests(self._core, self._input_processor, maker, self._executor)
         self._decisions = DecisionDigest()
 
     def compile(self, progress: Progress) -> None:
@@ -97,7 +97,7 @@ class ModelReplay:
         self._executor.compile(progress)
 
     def run(self) -> tuple[int, Mismatch | None]:
-        """Replay all steps, until a token differs; how many steps that were, and the difference.
+        """Replay all steps, until a token differs; returns how many steps that were, and the difference.
 
         Raises:
           ValueError: a decision differs, or the log is damaged.
@@ -106,7 +106,8 @@ class ModelReplay:
         for record in self._log.records():
             match record:
                 case Arrived(content=Content() as content):
-                    self._core.hear(Arrival(request_of(content, record.request_id), record.request_id, record.now))
+                    prepared = self._input_processor.prepare(request_of(content, record.request_id))
+                    self._requests.repeat(prepared, record.request_id, record.now)
                 case Snapshot():
                     raise ValueError(
                         f"{self._log.directory} lacks its beginning: the cache's contents then are not known. Another "
@@ -118,13 +119,13 @@ class ModelReplay:
                         "them. Another plan, such as --stage, can be replayed"
                     )
                 case Cancelled():
-                    self._core.hear(Cancel(record.request_id, record.lease))
+                    self._requests.leave(self._requests[record.request_id], record.lease)
                 case Released():
-                    self._core.hear(Release(record.lease_id))
+                    self._core.leases.release(record.lease_id)
                 case Forgotten():
-                    self._core.hear(Forget(split_keys(record.keys)))
+                    self._core.forget(split_keys(record.keys))
                 case Cleared():
-                    self._core.core.pool.clear()
+                    self._core.pool.clear()
                 case Step():
                     mismatch = self._step(steps, record)
                     if mismatch is not None:
@@ -133,21 +134,18 @@ class ModelReplay:
         return steps, None
 
     def _step(self, number: int, record: Step) -> Mismatch | None:
-        step, ended = self._core.step(record.now), record.ended
+        step, ended = run_step(self._core, self._queue, record.now, [self]), record.ended
         if self._decisions.raw != record.digest or (step is None) != (ended is None):
             raise ValueError(f"step {number} differs on the model: the replay decided\n{self._decisions}")
         if step is None or ended is None:
             return None
         mismatch = _first_mismatch(step, ended)
         if mismatch is None:
-            self._core.end(step, ended.finished, ended.duration if ended.is_exact else None)
+            seconds = ended.duration if ended.is_exact else None
+            self._requests.deliver(self._core.end(step.batch, step.results, ended.finished, seconds))
         return mismatch
 
-    def _make(self, arrival: Arrival) -> list[Sequence]:
-        prepared = self._input_processor.prepare(arrival.request)
-        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now)
-
-    # What a core tells of its decisions.
+    # As a `DecisionLog`.
 
     def note_plan(self, batch: Batch) -> None:
         self._decisions.add_plan(batch)
@@ -180,7 +178,7 @@ def replay_on_plan(
     mesh: Mesh | None,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, list[Mismatch]]:
-    """Serve the same requests on any plan; how many completions were compared, and the first mismatch of each."""
+    """Serve the same requests on any plan; returns how many completions were compared, and their first mismatches."""
     config = header.config
     pages = -(-header.num_pages * header.plan.context // plan.context)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""What the pages of a model are known by beyond an engine: a digest of its parameters and of its configuration."""
+"""Fingerprint of a model's pages beyond an engine: a digest of its parameters and of its configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = ("max_positions", "bos_id", "eos_ids", "tie_embeddings")
 
 
 def page_fingerprint(config: LlamaConfig, params: Params, layout: PageLayout) -> bytes:
-    """A digest that is equal for two engines if they have the same model, dtype and page size, and only then.
+    """Compute a digest that is equal for two engines if they have the same model, dtype and page size, and only then.
 
     It is of every element that keys and values follow from, and the same under any mesh, in any process; but for a
     model whose layers are quantised in some stages only, which has another one for each number of stages.

@@ -1,26 +1,43 @@
-"""Lets one thread at a time run an engine's steps, and keeps interrupts and calls from within out of them."""
+"""Lock of an engine's steps, updates that wait for the end of a step, and deferral of interrupts."""
 
 import contextlib
+import functools
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from types import FrameType
+from typing import Any
 
 _LOOKS = 3
 
 
 class _Visit:
-    """Lives as long as the frame of a thread that is within a step."""
+    """Object that lives as long as the frame of a thread that is within a step."""
 
 
 class StepLock:
-    """A lock for steps. A thread that is within a step can't begin another: a signal handler might call anything.
+    """The lock of an engine's steps. A thread that is within a step can't begin another, as a signal handler might.
 
-    An engine's other calls don't take it: where they find it taken, they leave their news to who holds it.
+    Other calls of the engine don't wait for it: their updates are made at once if no step runs, and else at the end of
+    the one that runs.
+
+    Args:
+      settle: is called after updates.
+      on_failure: is called with the cause when an error ends the engine.
+
+    Attributes:
+      error: that ended the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, settle: Callable[[], object] = lambda: None, on_failure: Callable[[str], object] = lambda cause: None
+    ) -> None:
+        self._settle, self._on_failure = settle, on_failure
+        self.error: BaseException | None = None
+        self._updates: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         # By thread. An exception that a signal raises may leave an entry behind, but not what it refers to.
         self._visits: dict[int, weakref.ref[_Visit]] = {}
@@ -30,8 +47,8 @@ class StepLock:
         return {thread for thread, visit in list(self._visits.items()) if visit() is not None}
 
     def _is_abandoned(self, alone: set[int]) -> bool:
-        """Whether nobody but this thread is inside, and it is locked: an exception that a signal raised came before a
-        release. A lock that has just been released looks like that once, but not again and again."""
+        """Whether only this thread is inside, and it is locked: an exception that a signal raised came before a
+        release. A lock that has just been released looks like that once, but not repeatedly."""
         return all(self._inside() == alone and self._lock.locked() for _ in range(_LOOKS))
 
     @contextlib.contextmanager
@@ -60,7 +77,7 @@ class StepLock:
         """Within a turn: wait for other threads' steps, and keep them waiting. A deferred interrupt ends the wait.
 
         Raises:
-          RuntimeError: nobody is left who would end the wait.
+          RuntimeError: no thread is left that would end the wait.
         """
         if interrupts is None:
             with self._lock:
@@ -94,9 +111,61 @@ class StepLock:
                 self._lock.release()
             self._visits.pop(thread, None)
 
+    # Updates and failure.
+
+    def abandon(self, call: Callable[..., object], arguments: List[Any]) -> None:
+        """Make a call with each argument after the next step. This is safe in a finaliser, in the midst of anything."""
+        self._updates.extend([functools.partial(call, argument) for argument in arguments])
+
+    def update(self, call: Callable[..., object], arguments: List[Any] | None = None) -> None:
+        """Make a call, with each of some arguments, now or as soon as no step runs."""
+        with Interrupts():
+            if arguments is None:
+                self._updates.append(call)
+            else:
+                self.abandon(call, arguments)
+            self.apply()
+
+    def apply(self) -> None:
+        """Make the updates, unless a step runs."""
+        with Interrupts(), self.held_if_free() as held:
+            if held:
+                self.apply_locked()
+
+    def apply_locked(self) -> None:
+        """Make the updates; the lock is held."""
+        with self.failing():
+            while self._updates and self.error is None:
+                self._updates.popleft()()
+            self._settle()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """A context that keeps other threads waiting, whose updates are made at its end."""
+        with self.turn("follow"), self.held():
+            yield
+            self.apply_locked()
+        while self._updates and self.error is None:  # they came since then, and found the lock taken
+            self.apply()
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A context in which an error ends the engine, in all processes, and all requests."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            self._on_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if the engine has failed."""
+        if self.error is not None:
+            raise RuntimeError("the engine has failed, and its requests with it") from self.error
+
 
 class Interrupts:
-    """A context in whose midst Ctrl-C raises no KeyboardInterrupt, but at its end; a second Ctrl-C raises at once.
+    """A context that defers the KeyboardInterrupt of Ctrl-C to its end; a second Ctrl-C raises at once.
 
     Python raises it between any two instructions of the main thread, where an engine might have noted one half of a
     decision. Programs that handle SIGINT themselves are left alone.
@@ -121,7 +190,7 @@ class Interrupts:
     @staticmethod
     @contextlib.contextmanager
     def allowed() -> Iterator[None]:
-        """A context that lets Ctrl-C raise at once again, whoever defers it now: for what takes minutes."""
+        """A context that lets Ctrl-C raise at once again within one that defers it: for what takes minutes."""
         handler = signal.getsignal(signal.SIGINT)
         deferring = getattr(handler, "__self__", None)
         if not isinstance(deferring, Interrupts) or threading.current_thread() is not threading.main_thread():

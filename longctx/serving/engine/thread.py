@@ -1,25 +1,21 @@
-"""`EngineThread`: runs an engine in a thread of its own, and pushes events to whoever asked for them."""
+"""`EngineThread`: the server's driver, which runs an engine in a thread of its own and pushes events to sinks."""
 
 import contextlib
-import dataclasses
-import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from longctx.serving.engine.active_request import ActiveRequest, MigratedRequest, MigratingRequest, Sink
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
-from longctx.serving.engine.departure import Departed, Departure
-from longctx.serving.engine.departure import Sink as Sink
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.load import Load, StepReport
-from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.engine.metrics import Load, StepMetrics, StepReport
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.output import Event, FinishReason, Metrics, Output
+from longctx.serving.request.output import Event, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
 
 logger = logging.getLogger(__name__)
@@ -42,7 +38,7 @@ class Staged(Protocol):
 
 
 class Received(NamedTuple):
-    """What another engine has computed of a request, and where its pages come from, by lease.
+    """State of a request that another engine has computed, and where its pages come from, by lease.
 
     Attributes:
       handoff: None: nothing but pages of its prompt.
@@ -54,7 +50,7 @@ class Received(NamedTuple):
     staged: Staged | None = None
 
     def release(self) -> None:
-        """The request has ended, or does not begin: nobody fetches its pages any more."""
+        """Let go of its pages: the request has ended, or does not begin."""
         for source in self.sources.values():
             source.release()
         if self.staged is not None:
@@ -64,25 +60,14 @@ class Received(NamedTuple):
 _NOTHING = Received(None, {})
 
 
-@dataclass(eq=False)
-class _Client:
-    """Whoever waits for a request's events."""
-
-    sink: Sink
-    prepared: PreparedRequest
-    arrival: float
-    open: set[int]  # completions that have not ended
-    outputs: dict[int, Output] = field(default_factory=dict)  # of those that have
-    departure: Departure | None = None
-
-
 class EngineThread:
-    """Runs an engine's steps while requests have not ended, and sleeps otherwise; a context manager.
+    """Thread that runs an engine's steps while requests have not ended, and sleeps otherwise; a context manager.
 
     Any thread may call any method. None waits for a device.
 
     Args:
-      engine: nobody else may run its steps or submit to it from now on. In a process group it is the first process's.
+      engine: only the thread may run its steps or submit to it from now on. In a process group it is the first
+        process's.
       control: refuses requests that would wait too long. None: with the default limits.
       flush: is called after the sinks of a step, and of a cancel, so that a server wakes its event loop once.
 
@@ -120,10 +105,11 @@ class EngineThread:
         self.on_step: list[Callable[[StepReport], object]] = []
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
-        self._clients: dict[str, _Client] = {}
-        self._coming: dict[str, _Client] = {}  # whose pages come to host memory, and which the engine does not know
-        self._departures: dict[str, Departure] = {}
-        self._ids = map("request-{}".format, itertools.count())
+        self._events: deque[tuple[ActiveRequest, Event, bool]] = (
+            deque()
+        )  # that sinks have not got, the last one said so
+        self._num_open = 0  # requests whose sinks have not got the last event
+        self._migrations: dict[str, MigratingRequest] = {}
         self._wake, self._idle = threading.Event(), threading.Event()
         self._idle.set()
         self._counting = threading.Lock()
@@ -163,59 +149,46 @@ class EngineThread:
           Refused: not now.
           RuntimeError: the engine has failed, or the thread is closed.
         """
-        request_id = prepared.request.request_id
-        if request_id is None:
-            request_id = next(self._ids)
-            prepared = prepared._replace(request=dataclasses.replace(prepared.request, request_id=request_id))
+        received = received or _NOTHING
         arrival = self.engine.now() if arrival is None else arrival
-        self.engine.check(prepared)
-        client = _Client(sink, prepared, arrival, set(range(prepared.request.sampling.n)))
-        self._enter(request_id, client, received or _NOTHING, self._admit)
-        return request_id
+        request = ActiveRequest(prepared, arrival, self._collect, received.handoff, received.sources, sink)
+        self._begin(request, received.staged, self._admit)
+        return request.request_id
 
-    def _admit(self, request_id: str, prepared: PreparedRequest) -> None:
+    def _admit(self, request: ActiveRequest) -> None:
         if self._is_draining:
             raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
-        self.control.admit(request_id, prepared)
+        self.control.admit(request)
 
-    def _enter(
+    def _begin(
         self,
-        request_id: str,
-        client: _Client,
-        received: Received,
-        admit: Callable[[str, PreparedRequest], object] = lambda request_id, prepared: None,
+        request: ActiveRequest,
+        staged: Staged | None = None,
+        admit: Callable[[ActiveRequest], object] = lambda request: None,
     ) -> None:
-        if self._clients.setdefault(request_id, client) is not client:
-            raise ValueError(f"request_id must be unique, and {request_id!r} has not ended yet")
+        """Let a request enter the engine, once its pages are in host memory; unless it is refused."""
+        self.engine.claim([request])
+        self._count(1)
         try:
-            self._count()
             self._check_running()
-            admit(request_id, client.prepared)
-            if received.staged is None:
-                self.engine.submit(client.prepared, client.arrival, received.handoff, received.sources)
+            admit(request)
+            if staged is None:
+                self.engine.begin([request])
             else:
-                self._coming[request_id] = client
-                received.staged.ready.add_done_callback(lambda _: self._begin_staged(request_id, received))
-            self._check_running()  # otherwise nobody would tell the sink of the end
+                staged.ready.add_done_callback(lambda _: self._begin_staged(request))
+            self._check_running()  # otherwise its sink would never get its end
         except BaseException:
-            self._coming.pop(request_id, None)
-            self._forget(request_id)
-            self._count()
+            if self.engine.requests.drop(request):
+                if request.is_admitted:
+                    self.control.note_fewer()
+                self._count(-1)
             raise
         finally:
             self._wake.set()
 
-    def _begin_staged(self, request_id: str, received: Received) -> None:
-        """Its pages are in host memory: it enters the engine, unless it has ended."""
-        client = self._coming.pop(request_id, None)
-        if client is None:
-            return
-        try:
-            self._check_running()
-            self.engine.submit(client.prepared, client.arrival, received.handoff, received.sources)
-        except Exception as error:
-            self._end_client(request_id, client, "error", f"it could not begin: {type(error).__name__}: {error}")
-        finally:
+    def _begin_staged(self, request: ActiveRequest) -> None:
+        if self.engine.requests.get(request.request_id) is request:  # otherwise it has ended
+            self.engine.begin([request])
             self._wake.set()
 
     def cancel(self, request_id: str) -> bool:
@@ -224,26 +197,22 @@ class EngineThread:
         Returns:
           False if it is unknown.
         """
-        departure = self._departures.get(request_id)
-        if departure is not None:
-            departure.cancel()
-            return True
-        client = self._coming.pop(request_id, None)
-        if client is not None:
-            self._end_client(request_id, client, "cancelled")
+        migration = self._migrations.get(request_id)
+        if migration is not None:
+            migration.cancel()
             return True
         try:
             was_there = self.engine.cancel(request_id)
-        except RuntimeError:  # the engine has failed: its sink hears of that
+        except RuntimeError:  # the engine has failed, which its sink is told
             return False
         self._wake.set()
         return was_there
 
-    def move(self, request_id: str, lease: str) -> Departure | None:
+    def move(self, request_id: str, lease: str) -> MigratingRequest | None:
         """Let a request leave, for another engine.
 
-        Its sink gets nothing more from this engine; whoever moves it sees to that, and to the end of the departure:
-        `take_back` or `forget_departure`.
+        Its sink gets nothing more from this engine. The caller sees to that, and ends the migration: by
+        `resume_locally` or `end_migration`.
 
         Args:
           request_id: of the request.
@@ -252,48 +221,42 @@ class EngineThread:
         Returns:
           None: it is unknown, has ended, leaves already, or has a lease of its own.
         """
-        client = self._clients.get(request_id)
-        departure = Departure(request_id)
-        if client is None or client.prepared.request.lease is not None:
+        request, migration = self.engine.requests.get(request_id), MigratingRequest(request_id)
+        if request is None or not request.has_begun or request.prepared.request.lease is not None:
             return None
-        if self._departures.setdefault(request_id, departure) is not departure:
+        if self._migrations.setdefault(request_id, migration) is not migration:
             return None
-        client.departure = departure
+        request.migration = migration
         is_leaving = False
         try:
             is_leaving = self.engine.hand_off(request_id, lease)
         finally:
             if not is_leaving:
-                self.forget_departure(departure)
+                self.end_migration(migration)
             self._wake.set()
-        return departure if is_leaving else None
+        return migration if is_leaving else None
 
-    def take_back(self, departure: Departure, departed: Departed, handoff: Handoff, sink: Sink) -> None:
+    def resume_locally(
+        self, migration: MigratingRequest, migrated: MigratedRequest, handoff: Handoff, sink: Sink
+    ) -> None:
         """Go on with a request that had left. It is not refused: it was let in before.
 
         Args:
-          departure: what `move` returned.
-          departed: what became of it.
+          migration: what `move` returned.
+          migrated: what became of it.
           handoff: what was computed of it, here and elsewhere.
           sink: gets all of its events, also those that it has had.
 
         Raises:
           RuntimeError: the engine has failed, or the thread is closed.
         """
-        self.forget_departure(departure)
-        self._enter(
-            departure.request_id,
-            _Client(sink, departed.prepared, departed.arrival, departed.open),
-            Received(handoff, {}),
-        )
+        self.end_migration(migration)
+        prepared, arrival, _, _ = migrated
+        self._begin(ActiveRequest(prepared, arrival, self._collect, handoff, sink=sink, moved=migrated.open))
 
-    def forget_departure(self, departure: Departure) -> None:
-        """A request that has left has ended."""
-        self._departures.pop(departure.request_id, None)
-
-    def progress(self, request_id: str) -> tuple[int, int]:
-        """How far a request's prompt is, see `Engine.progress`."""
-        return self.engine.progress(request_id)
+    def end_migration(self, migration: MigratingRequest) -> None:
+        """Forget a request that has left: it has ended, or comes back."""
+        self._migrations.pop(migration.request_id, None)
 
     @property
     def stalled_seconds(self) -> float:
@@ -339,14 +302,12 @@ class EngineThread:
                 self.engine.pages.expire()
             self.engine.pages.stop_verifying()
             while self.engine.has_work:
-                for request_id in tuple(self._clients):
+                for request_id in tuple(self.engine.requests):
                     self.engine.cancel(request_id)
                 self._step()
         except BaseException as error:
             logger.exception("the engine has failed")
             self.failure.set_exception(error.__cause__ or error)
-            with contextlib.suppress(RuntimeError):
-                self._deliver(self.engine.step())  # the last events of its requests
             self._end_all(f"the engine has failed: {type(error).__name__}: {error}")
         else:
             self.failure.set_result(None)
@@ -358,97 +319,93 @@ class EngineThread:
         """Run steps while there is work."""
         while self.engine.has_work and not self._is_closing:  # raises if the engine has failed elsewhere
             self._step()
+        self._deliver()  # of requests that were cancelled meanwhile
         self._progressed = None
         self.load = self._look()
 
     def _step(self) -> None:
         self._progressed = time.monotonic()
-        self._deliver(self.engine.step())
-        self.control.foresight.refresh()
+        self.engine.step()
+        self._deliver()
+        self.control.estimator.refresh()
 
-    def _deliver(self, events: list[Event]) -> None:
-        by_request: dict[str, list[Event]] = {}
-        for event in events:
-            by_request.setdefault(event.request_id, []).append(event)
-        for request_id, own in by_request.items():
-            client = self._clients.get(request_id)
-            if client is not None:
-                for event in own:
-                    if event.output is not None:
-                        self._note_end(client, event.output)
-                if not client.open:
-                    self._forget(request_id)
-                self._tell(request_id, client, own)
-                if client.departure is not None and not client.open:
-                    self._depart(client, client.departure)
+    def _collect(self, request: ActiveRequest, event: Event) -> None:
+        self._events.append((request, event, event.output is not None and not request.is_open))
+
+    def _deliver(self) -> None:
+        """Give sinks the events that have come, those of a request together."""
+        by_request: dict[ActiveRequest, list[Event]] = {}
+        ended = []
+        while self._events:
+            request, event, is_last = self._events.popleft()
+            by_request.setdefault(request, []).append(event)
+            if event.output is not None and (request.moved is None or event.index in request.moved):
+                self.control.note_output(event.output, request.prepared.request.sampling.max_tokens)
+                _call_all(self.on_end, event.output, request.prepared.request)
+            if is_last:
+                ended.append(request)
+        for request, events in by_request.items():
+            self._tell(request, events)
+        for request in ended:
+            if request.migration is not None:
+                self._migrate(request, request.migration)
         if by_request:
             self._flush()
-            self._count()
+        if ended:
+            self.control.note_fewer()
+            self._count(-len(ended))
 
-    def _note_end(self, client: _Client, output: Output) -> None:
-        client.outputs[output.index] = output
-        if output.index in client.open:  # it had not ended before its request left and came back
-            client.open.remove(output.index)
-            self.control.note_output(output, client.prepared.request.sampling.max_tokens)
-            _call_all(self.on_end, output, client.prepared.request)
+    def _migrate(self, request: ActiveRequest, migration: MigratingRequest) -> None:
+        assert request.sink is not None
+        outputs = [request.outputs[index] for index in range(request.num_completions)]
+        migrated = MigratedRequest(request.prepared, request.arrival, request.sink, outputs)
+        if not migrated.open:
+            self.end_migration(migration)
+        migration.left.set_result(migrated if migrated.open else None)
 
-    def _depart(self, client: _Client, departure: Departure) -> None:
-        outputs = [client.outputs[index] for index in sorted(client.outputs)]
-        departed = Departed(client.prepared, client.arrival, client.sink, outputs)
-        if not departed.open:
-            self.forget_departure(departure)
-        departure.left.set_result(departed if departed.open else None)
-
-    def _tell(self, request_id: str, client: _Client, events: list[Event]) -> None:
-        if client.departure is not None:
+    def _tell(self, request: ActiveRequest, events: list[Event]) -> None:
+        if request.migration is not None:
             events = [event for event in events if event.output is None or event.output.finish_reason != "moved"]
         try:
-            if events:
-                client.sink(events)
+            if events and request.sink is not None:
+                request.sink(events)
         except Exception:
-            logger.exception("the sink of %s raised: it is cancelled", request_id)
-            self._forget(request_id)
-            self.engine.cancel(request_id)
+            logger.exception("the sink of %s raised: it is cancelled", request.request_id)
+            request.sink = None
+            with contextlib.suppress(RuntimeError):  # the engine has failed
+                self.engine.cancel(request.request_id)
 
-    def _forget(self, request_id: str) -> None:
-        if self._clients.pop(request_id, None) is not None:
-            self.control.forget(request_id)
-
-    def _count(self) -> None:
-        """After a client has come or gone: whether there is one."""
+    def _count(self, change: int) -> None:
         with self._counting:
-            if self._clients:
+            self._num_open += change
+            if self._num_open:
                 self._idle.clear()
             else:
                 self._idle.set()
 
     def _end_all(self, cause: str) -> None:
-        """Tell whoever has come too late that there will be nothing."""
-        self._coming.clear()
-        for request_id, client in tuple(self._clients.items()):
-            self._end_client(request_id, client, "error", cause)
-            if client.departure is not None and not client.departure.left.done():
-                self.forget_departure(client.departure)
-                client.departure.left.set_result(None)
-
-    def _end_client(self, request_id: str, client: _Client, reason: FinishReason, error: str | None = None) -> None:
-        """Tell a client that the engine does not know that nothing comes."""
-        self._forget(request_id)
-        metrics = Metrics(client.arrival, len(client.prepared.tokens))
-        ends = [Output(request_id, i, [], "", reason, metrics, error=error) for i in sorted(client.open)]
-        for end in ends:
-            _call_all(self.on_end, end, client.prepared.request)
-        self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
-        self._flush()
-        self._count()
+        """End requests that have not begun, or came too late."""
+        for request in tuple(self.engine.requests.values()):
+            if self.engine.requests.drop(request):
+                metrics = Metrics(request.arrival, len(request.prepared.tokens))
+                for index in request.open:
+                    output = Output(request.request_id, index, [], "", "error", metrics, error=cause)
+                    request.outputs[index] = output
+                    self._collect(request, Event(request.request_id, index, (), "", (), output))
+        self._deliver()
+        for migration in tuple(self._migrations.values()):
+            if not migration.left.done():
+                self.end_migration(migration)
+                migration.left.set_result(None)
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()
-        self.control.note_step(metrics)
+        if metrics.admitted:
+            self.control.note_fewer()
         _call_all(self.on_step, StepReport(metrics, self.load))
 
     def _look(self) -> Load:
-        return Load.of(self.engine.core, self.engine.stats(), self.engine.now())
+        return self.engine.core.load(self.engine.stats(), self.engine.now())
 
     def _check_running(self) -> None:
         if self.failure.done():

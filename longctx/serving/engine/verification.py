@@ -1,4 +1,4 @@
-"""`Verifier`: computes a share of loaded pages again, while an engine has nothing else to do, and compares.
+"""`Verifier`: recomputation of a share of loaded pages while an engine is idle, and comparison.
 
 A checksum says that a page is what was written. That it was right when it was written, under this key, is only known by
 computing it again. A page that differs is found no more, neither on the devices nor beyond them, and neither are those
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
+from longctx.models.footprint import KV_SCALE_BYTES
+from longctx.models.validation import FP8_KV
+from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.jobs import Job
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import Loaded, PageKeeper, PageRead, assemble
 from longctx.serving.kv_cache.page_layout import PageLayout
@@ -35,8 +36,8 @@ from longctx.serving.scheduler.sequence import Sequence, completion_of
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, FP8_KV: 0.5}
-"""How far two numbers may differ that stand for the same, by dtype: relative to the largest of a layer's keys, or of
-its values, in a page. Other dtypes may not differ at all.
+"""Largest difference of two numbers that stand for the same, by dtype: relative to the largest of a layer's keys, or
+of its values, in a page. Other dtypes may not differ at all.
 
 Last bits carry numbers of float8 pages to the next ones, 32/448 of the largest away, and later layers see it: 0.22 has
 been measured (docs/fp8_pages.md)."""
@@ -69,12 +70,12 @@ class VerifyStats:
 
 
 class Verifier:
-    """Verifies loads of an engine. Its calls come between steps; comparing is done by a thread.
+    """Verifier of an engine's loads. Its calls come between steps; a thread compares.
 
     Args:
       share: of loads whose pages are verified, 0 to 1.
       store: which keeps pages; None: nothing does, and loads come from other engines alone.
-      begin: lets a request enter, and returns its job. cancel: ends it.
+      requests: of the engine.
       release, forget: give up a lease, and let pages be found no more; any thread may call them.
     """
 
@@ -84,18 +85,17 @@ class Verifier:
         core: Core,
         executor: Executor,
         store: PageKeeper | None,
-        begin: Callable[[Request], Job],
-        cancel: Callable[[Job], object],
+        requests: ActiveRequests,
         release: Callable[[str], object],
         forget: Callable[[list[Key]], object],
     ) -> None:
         self.stats = VerifyStats()
         self._share, self._core, self._executor = share, core, executor
         self._store = store if isinstance(store, TieredStore) else None
-        self._begin, self._cancel, self._release, self._forget = begin, cancel, release, forget
+        self._requests, self._release, self._forget = requests, release, forget
         self._random = random.Random(0)
         self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
-        self._current: tuple[Sample, Job] | None = None
+        self._current: tuple[Sample, ActiveRequest] | None = None
         self._to_compare: SimpleQueue[tuple[Sample, PageRead, list[Key], PageRead | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_begun = 0
@@ -106,7 +106,7 @@ class Verifier:
         return bool(self._samples or self._current)
 
     def note(self, loaded: Loaded, sequence: Sequence) -> None:
-        """A load has ended, and its sequence has its pages: sample it, perhaps."""
+        """Sample, perhaps, a load that has ended and whose sequence has its pages."""
         if not loaded.num_pages or self._random.random() >= self._share:
             return
         size, page_bytes = self._executor.page_layout.page_size, self._executor.page_layout.page_bytes
@@ -126,27 +126,26 @@ class Verifier:
             if is_idle and self._samples:
                 self._begin_next()
             return
-        sample, job = self._current
-        if job.open:
+        sample, request = self._current
+        if request.is_open:
             return
         self._current = None
-        output = job.events[-1].output
-        assert output is not None
+        output = request.outputs[0]
         if output.lease is None or output.lease.length < len(sample.tokens):
             return  # it failed, or was ended otherwise
         self._read(sample, output.lease.lease_id)
 
     def give_way(self) -> None:
-        """Somebody's request has come: what is computed for comparison ends, and is tried again later."""
+        """End what is computed for comparison, as a request has come; it is tried again later."""
         if self._current is not None:
-            sample, job = self._current
+            sample, request = self._current
             self._current = None
-            self._cancel(job)
+            self._requests.leave(request)
             if sample.tries < _MOST_TRIES:
                 self._samples.append(sample._replace(tries=sample.tries + 1))
 
     def close(self) -> None:
-        """Verify no more."""
+        """Stop verifying."""
         self._share = 0.0
         self.give_way()
         self._samples.clear()
@@ -158,7 +157,7 @@ class Verifier:
         prompt: Any = sample.tokens
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         request = Request(prompt, sampling, name, tenant=sample.tenant, lease=name, shares_pages=False, priority=-1)
-        self._current = sample, self._begin(request)
+        self._current = sample, self._requests.begin_own(request)
 
     def _read(self, sample: Sample, lease_id: str) -> None:
         """Begin to read what was computed, and what was loaded as far as it is on the devices still."""
@@ -208,7 +207,7 @@ class Verifier:
 
 
 def agree(one: np.ndarray, other: np.ndarray, dtype: str) -> bool:
-    """Whether two pages `[layers, 2, page_size, heads, row_size]`, as bits, are the same but for `TOLERANCE`."""
+    """Return whether two pages `[layers, 2, page_size, heads, row_size]`, as bits, are the same but for `TOLERANCE`."""
     if np.array_equal(one, other):
         return True
     if dtype not in TOLERANCE:
@@ -221,7 +220,7 @@ def agree(one: np.ndarray, other: np.ndarray, dtype: str) -> bool:
 
 
 def _values(page: np.ndarray, dtype: str) -> np.ndarray:
-    """What the bits of a page stand for, float32 `[layers, 2, page_size, heads, H]`."""
+    """Convert the bits of a page to float32 `[layers, 2, page_size, heads, H]`."""
     if dtype == FP8_KV:
         values, scales = (np.ascontiguousarray(x) for x in np.split(page, [-KV_SCALE_BYTES], -1))
         return values.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales.view(np.float32)
@@ -230,7 +229,7 @@ def _values(page: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _pages(layout: PageLayout, read: PageRead, count: int) -> np.ndarray:
-    """Pages that are read, `[pages, layers, 2, page_size, K, row_size]`; zeros where other processes have them."""
+    """Return pages that are read, `[pages, layers, 2, page_size, K, row_size]`; zeros of other processes' parts."""
     out = np.zeros((count, *layout.shape), layout.bits)
     assemble(read.result(), out, layout.whole)
     return out

@@ -14,7 +14,7 @@ import numpy as np
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
-PATIENCE = 0.005
+LOOKUP_TIMEOUT = 0.005
 """Seconds that a request waits, before it enters an engine, for what slow stores say (`PageKeeper.ask_ahead`)."""
 
 TIERS = "tiers"

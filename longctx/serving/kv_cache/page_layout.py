@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
+from longctx.models.footprint import KV_SCALE_BYTES
+from longctx.models.validation import FP8_KV
 
 
 class PageLayout(NamedTuple):

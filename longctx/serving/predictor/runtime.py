@@ -71,18 +71,34 @@ def check_predictor(predictor: Predictor, rows: int) -> Predictor:
 
 
 def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most: int, chunk: int = 0) -> float:
-    """The longest context in tokens that a rank can read within a TPOT target `tpot`, in seconds.
+    """Find the longest context that a rank can read within a TPOT target.
 
     A decode has to read it within the target, beside a chunk of a new prompt; and so has a chunk of the long request
     itself, beside a decode of another, which waits for it. A token takes `stages` steps, which share the target.
 
-    Where no context is short enough for a step with a chunk, decodes alone count. The result is infinite without a
-    target, if it exceeds `most`, and if a decode can't read even one token in time, as more ranks don't help then.
+    Where no context is short enough for a step with a chunk, decodes alone count.
 
     Args:
+      predictor: of a stage's steps.
+      tpot: the target in seconds; None: there is none.
+      stages: pipeline stages, at least 1.
+      most: tokens that there may be.
       chunk: tokens of the chunk, the smallest that is efficient; 0: decodes run alone.
 
-    Source: Mnemosyne, section 4.4 (the limit at which a request grows onto one more rank).
+    Returns:
+      Tokens. Infinite without a target, if they exceed `most`, and if a decode can't read even one token in time, as
+      more ranks don't help then.
+
+    Source:
+      Mnemosyne, section 4.4 (the limit at which a request grows onto one more rank).
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving.predictor import readable_tokens
+      >>> from longctx.simulation.hardware import predictor
+      >>> seconds = predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink", max_rows=512)
+      >>> readable_tokens(seconds, tpot=0.03, stages=1, most=10**7)
+      468863
     """
 
     def is_met(tokens: int) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longctx.serving.distributed.digest import DecisionDigest, pack
-from longctx.serving.distributed.orders import request_to_fields
+from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release, RequestUpdate, request_to_fields
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
@@ -37,7 +37,6 @@ from longctx.serving.recording.records import (
 from longctx.serving.recording.snapshot import is_idle, take_snapshot
 from longctx.serving.recording.writer import LogWriter
 from longctx.serving.request.output import Event
-from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.serving.validation import check_integer
@@ -155,9 +154,24 @@ class Recorder:
 
     # As a journal.
 
-    def note_arrival(
-        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[Sequence]
-    ) -> None:
+    def note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
+        """Write what decisions follow from; others, such as a `Pin`, are left out."""
+        match update:
+            case Arrival():
+                self._write_arrival(update, sequences)
+            case Cancel():
+                self._write(Cancelled(update.request_id, update.now, self._take_left(), update.lease))
+            case Release():
+                self._write(Released(update.lease_id))
+            case Forget():
+                self._write(Forgotten(b"".join(update.keys)))
+            case Loaded():
+                self._write(LoadEnded(*update))
+
+    def _write_arrival(self, arrival: Arrival, sequences: List[Sequence]) -> None:
+        request, request_id, now = arrival.request, arrival.request_id, arrival.now
+        assert arrival.tokens is not None
+        tokens = arrival.tokens
         core, writer = self._core, self._writer
         if core is not None and writer is not None and not self._is_over:
             is_due = self._is_full or (writer.is_open and writer.size > self.max_bytes // _FILES)
@@ -189,21 +203,6 @@ class Recorder:
             shares_pages=request.shares_pages,
         )
         self._write(arrived)
-
-    def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
-        self._write(Cancelled(request_id, now, self._take_left(), lease))
-
-    def note_release(self, lease_id: str) -> None:
-        self._write(Released(lease_id))
-
-    def note_forgotten(self, keys: list[bytes]) -> None:
-        self._write(Forgotten(b"".join(keys)))
-
-    def note_pinned(self, keys: list[bytes], seconds: float) -> None:
-        """Nothing: no decision follows from it."""
-
-    def note_load(self, loaded: Loaded, now: float) -> None:
-        self._write(LoadEnded(*loaded))
 
     def note_step(self, now: float) -> None:
         self._now = now

@@ -3,19 +3,23 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated
 
-from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
+from longctx.serving.validation import (
+    MAX_INT32,
+    Range,
+    Share,
+    check_fields,
+    check_integer,
+    check_real,
+    check_text,
+    shown,
+)
 
 # Ranges in which a device's int32 and float32 hold the numbers, and in which logits stay finite.
-_INTEGERS = {"max_tokens": 1, "n": 1, "top_k": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
-_REALS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 1e6),
-    "top_p": (1e-6, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-3, 1e3),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
+_Count = Annotated[int, Range(0, MAX_INT32)]
+_Positive = Annotated[int, Range(1, MAX_INT32)]
+_Penalty = Annotated[float, Range(-2, 2)]
 
 MAX_LOGIT_BIAS = 300
 """Tokens that a request may have biases for; the devices hold this many for each slot."""
@@ -44,20 +48,22 @@ class SamplingParams:
     Integers are below 2**31, as the devices hold them.
 
     Attributes:
-      max_tokens: tokens to generate at most, 1 or more.
-      temperature: divides the logits, 1e-6 to 1e6; 0 takes the most likely token.
-      top_k: keep the k most likely tokens; None keeps all.
-      top_p: keep the most likely tokens whose probabilities first reach this sum, 1e-6 to 1.
-      min_p: keep the tokens at least this probable, relative to the most likely one, 0 to 1.
+      max_tokens: tokens to generate, at most.
+      temperature: divides the logits; 0 takes the most likely token. Positive ones are 1e-6 to 1e6.
+      top_k: keep the k most likely tokens. None: all.
+      top_p: keep the most likely tokens whose probabilities first reach this sum.
+      min_p: keep the tokens at least this probable, relative to the most likely one.
       repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1e-3 to
         1e3.
       presence_penalty: is subtracted from the logits of tokens in the output, -2 to 2.
       frequency_penalty: is subtracted from the logit of a token as many times as the output has it, -2 to 2.
       logit_bias: (token, bias) pairs, at most 300 and each token once; biases of -100 to 100 are added to the logits
         before penalties and temperature.
-      seed: the tokens depend on it, and on nothing else in the batch. None: the engine draws one.
-      n: how many completions, at most the engine's `max_running`; they share the pages of the prompt.
-      stop: strings that end the text and are not part of it.
+      seed: seed of the tokens that are drawn. The tokens depend on it, and on nothing else in the batch. None: the
+        engine draws one.
+      n: completions, which need a temperature and share the pages of the prompt. There are at most the engine's
+        `max_running`.
+      stop: text that ends an answer and is not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
       logprobs: with each token, return its log probability and those of this many most likely ones (before biases,
@@ -78,31 +84,25 @@ class SamplingParams:
       ValueError: top_p must be finite and 1e-06 to 1, got 1.5
     """
 
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: _Positive = 16
+    temperature: Annotated[float, Range(0, 1e6)] = 0.0
+    top_k: _Positive | None = None
+    top_p: Annotated[float, Range(1e-6, 1)] = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    n: int = 1
+    seed: _Count | None = None
+    n: _Positive = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: _Count | None = None
+    prompt_logprobs: _Count | None = None
 
     def __post_init__(self) -> None:
-        for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is not None or name in ("max_tokens", "n"):
-                object.__setattr__(self, name, check_integer(name, value, least, MAX_INT32))
-        for name, (low, high) in _REALS.items():
-            object.__setattr__(self, name, check_real(name, getattr(self, name), low, high))
-        check_bool("ignore_eos", self.ignore_eos)
+        check_fields(self)
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"temperature must be 0, or 1e-6 to 1e6, got {self.temperature}")
         if not isinstance(self.stop, str | tuple | list) or not isinstance(self.stop_token_ids, tuple | list):

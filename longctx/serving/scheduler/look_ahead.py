@@ -26,7 +26,7 @@ _WAITS_FOR: dict[Bound, str] = {
 }
 
 
-class Outlook(NamedTuple):
+class TtftEstimate(NamedTuple):
     """A prediction.
 
     Attributes:
@@ -82,7 +82,7 @@ def look_ahead(
     horizon: float,
     length_at_end: Callable[[Sequence], int],
     is_enough: Callable[[], bool] = lambda: False,
-) -> Outlook:
+) -> TtftEstimate:
     """Run a copy of a scheduler until the last one of some new sequences would get its first token, by prediction.
 
     Args:
@@ -130,7 +130,9 @@ def look_ahead(
                 scheduler.receive(other)
                 if other.is_running and other.length - other.in_flight >= length_at_end(other):
                     scheduler.finish(other)
-    return Outlook(first, max(0.0, clock - now), max(waited, key=lambda bound: waited[bound]) if waited else "queue")
+    return TtftEstimate(
+        first, max(0.0, clock - now), max(waited, key=lambda bound: waited[bound]) if waited else "queue"
+    )
 
 
 def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:

@@ -4,14 +4,18 @@ A policy orders prompts, those that wait and those half read alike, anew in ever
 two of its chunks. Decodes are not ordered: they always run.
 """
 
+from __future__ import annotations
+
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from longctx.annotations import Real
-from longctx.serving.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:  # settings name policies, and `--help` reads settings: sequences load numpy
+    from longctx.serving.scheduler.sequence import Sequence
 
 _REMEMBERED = 4096  # tenants without requests that are remembered, at most
 
@@ -255,6 +259,8 @@ def make_policy(name: str | Policy, max_share: float) -> Policy:
     methods = [getattr(name, method, None) for method in ("urgency", "share")]
     if isinstance(name, type) or not all(map(callable, methods)):
         raise TypeError(f"policy must be a name or have `urgency` and `share`, got {name!r}")
+    from longctx.serving.scheduler.sequence import Sequence
+
     probe = Sequence("probe", 0, prompt_length=1, max_tokens=1, deadline=1.0)
     for method in (name.urgency, name.share):
         value = method(probe, 0.0)

@@ -93,10 +93,6 @@ class Scheduler:
         self.num_steps = 0
         self.steps_between_chunks = 1
 
-    def check(self, prompt_length: int, max_tokens: int) -> None:
-        """See `PagePlanner.check`."""
-        self.planner.check(prompt_length, max_tokens)
-
     def count_cached(self, keys: List[Key]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""
         missing = (i for i, key in enumerate(keys) if self.pool.find(key) is None)

@@ -1,9 +1,9 @@
 """Service-level objectives of requests that have none of their own: `Slo`."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from longctx.serving.validation import check_real
+from longctx.serving.validation import AboveZero, Range, check_fields
 
 TpotScope = Literal["token", "batch"]
 
@@ -13,15 +13,16 @@ class Slo:
     """Default service-level objectives; a request's own come before them.
 
     Attributes:
-      ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
-      ttft_least: but not before this many seconds, since a short prompt waits for a step or two in any case.
-      tpot: seconds between tokens at most; None: nothing is promised.
-      tpot_factor: but not less than this many times the predicted seconds of a token decoded alone, so that a slow
-        machine has a target that it can keep while it reads prompts.
-      step_seconds: that a step may take with adaptive chunks where no decode has a target, by prediction, since whoever
-        comes meanwhile waits for it; a chunk of 90 % of the best one's speed may take longer. None: any.
-      tpot_scope: what `tpot` and `step_seconds` bound: "token", a step through all stages; "batch", a batch in one
-        stage, so that a token may take them once in each stage. Targets of requests are a token's in any case.
+      ttft_factor: TTFT target: at least X times the predicted seconds of the prompt read alone.
+      ttft_least: TTFT target: at least X seconds. A short prompt waits for a step or two in any case.
+      tpot: TPOT target: X seconds between tokens, at most. None: no target.
+      tpot_factor: TPOT target: not less than X times the predicted seconds of a token decoded alone. So a slow machine
+        has a target that it can keep while it reads prompts.
+      step_seconds: predicted seconds of a step with adaptive chunks while no decode has a target. None: any. Requests
+        that come meanwhile wait for the step; a chunk of 90 % of the best one's speed may take longer.
+      tpot_scope: what the TPOT target and the seconds of a step bound: a token, or a batch in each stage. `"token"`: a
+        step through all stages; `"batch"`: a batch in one stage, so that a token may take them once in each stage.
+        Targets of requests are a token's in any case.
 
     Raises:
       TypeError, ValueError: one is not a positive, finite number, a factor is below 1, or the scope is another.
@@ -38,25 +39,15 @@ class Slo:
       (0.2, 3.0)
     """
 
-    ttft_factor: float = 5.0
-    ttft_least: float = 1.0
-    tpot: float | None = 0.2
-    tpot_factor: float = 2.0
-    step_seconds: float | None = 0.1
+    ttft_factor: Annotated[float, Range(1)] = 5.0
+    ttft_least: AboveZero = 1.0
+    tpot: AboveZero | None = 0.2
+    tpot_factor: Annotated[float, Range(1)] = 2.0
+    step_seconds: AboveZero | None = 0.1
     tpot_scope: TpotScope = "token"
 
     def __post_init__(self) -> None:
-        for name in ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds"):
-            value = getattr(self, name)
-            if name not in ("tpot", "step_seconds") or value is not None:
-                object.__setattr__(self, name, check_real(name, value, 0))
-                if getattr(self, name) == 0:
-                    raise ValueError(f"{name} must be above 0")
-        for name in ("ttft_factor", "tpot_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, no request being faster, got {getattr(self, name)}")
-        if self.tpot_scope not in get_args(TpotScope):
-            raise ValueError(f"tpot_scope must be one of {get_args(TpotScope)}, got {self.tpot_scope!r}")
+        check_fields(self)
 
     def per_token(self, stages: int) -> "Slo":
         """Return the same objectives with targets of a token.

@@ -1,1 +1,1 @@
-"""HTTP over one engine: OpenAI's API, streaming and not, and what routers and monitors ask of a server."""
+"""HTTP server of one engine: OpenAI's API, streaming or not, and routes for routers and monitors."""

@@ -1,4 +1,4 @@
-"""`make_app`: the ASGI app of a server; `app_of`: of whoever else serves."""
+"""ASGI apps of servers: `make_app` for one engine, `app_of` for any `Frontend`."""
 
 import contextlib
 import logging
@@ -11,32 +11,25 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from longctx.serving.server.auth import AuthMiddleware
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
-from longctx.serving.server.gate import Gate
-from longctx.serving.server.routes.administration import administration_router
-from longctx.serving.server.routes.caches import caches_router
-from longctx.serving.server.routes.generation import generation_router
-from longctx.serving.server.routes.health import health_router
-from longctx.serving.server.routes.instance import instance_router
-from longctx.serving.server.routes.introspection import introspection_router
-from longctx.serving.server.routes.migration import migration_router
-from longctx.serving.server.routes.models import models_router
+from longctx.serving.server.routes.administration import administration_router, monitoring_router
+from longctx.serving.server.routes.internal import internal_router
+from longctx.serving.server.routes.openai import caches_router, openai_router
 from longctx.serving.server.routes.page import page_router
-from longctx.serving.server.routes.profiles import profiles_router
-from longctx.serving.server.routes.tokenization import tokenization_router
-from longctx.serving.server.schemas.base import components
-from longctx.serving.server.schemas.caches import CacheBody
-from longctx.serving.server.schemas.chat import ChatBody
-from longctx.serving.server.schemas.completions import CompletionBody
-from longctx.serving.server.schemas.other import (
+from longctx.serving.server.schemas import (
     AbortBody,
+    CacheBody,
+    ChatBody,
+    CompletionBody,
     DetokenizeBody,
     DrainBody,
     MigrateBody,
     ResumeBody,
     SwapBody,
     TokenizeBody,
+    components,
 )
 from longctx.serving.server.server import Server
 
@@ -44,21 +37,20 @@ logger = logging.getLogger(__name__)
 
 COMMON_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
 _BODIES: list[type[BaseModel]] = [*COMMON_BODIES, MigrateBody, ResumeBody, DrainBody, SwapBody, CacheBody]
-_COMMON = (generation_router, tokenization_router, models_router, health_router, administration_router)
-_OWN = (caches_router, introspection_router, profiles_router, migration_router, instance_router, page_router)
 
 
 def make_app(server: Server) -> FastAPI:
-    """The app of an engine's server."""
-    return app_of(server, [make_router(server) for make_router in _OWN], _BODIES)
+    """Return the app of an engine's server."""
+    make_routers = (caches_router, administration_router, internal_router, page_router)
+    return app_of(server, [make_router(server) for make_router in make_routers], _BODIES)
 
 
 def app_of(server: Frontend, routers: Sequence[APIRouter], bodies: Sequence[type[BaseModel]]) -> FastAPI:
-    """The app of whoever serves. It starts the server when it is started, and closes it at its end.
+    """Return the app of a server. It starts the server when it is started, and closes it at its end.
 
     Args:
-      routers: of routes besides those that all have.
-      bodies: what their routes read by themselves, and OpenAPI is to describe.
+      routers: of routes besides those that all servers have.
+      bodies: that routes read by themselves, for OpenAPI.
     """
 
     @contextlib.asynccontextmanager
@@ -75,13 +67,11 @@ def app_of(server: Frontend, routers: Sequence[APIRouter], bodies: Sequence[type
         redoc_url=None,
         redirect_slashes=False,
     )
-    for make_router in _COMMON:
-        app.include_router(make_router(server))
-    for router in routers:
+    for router in (openai_router(server), monitoring_router(server), *routers):
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(Gate, settings=server.settings)
+    app.add_middleware(AuthMiddleware, settings=server.settings)
     if server.settings.allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -106,7 +96,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def _describe_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Put the schemas of bodies that routes read by themselves where OpenAPI has them."""
+    """Add the schemas of bodies that routes read by themselves to OpenAPI's."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:

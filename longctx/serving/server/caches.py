@@ -1,6 +1,6 @@
-"""`Caches`: documents that are read once, and whose pages stay in host memory and on disk for a time.
+"""Caches of documents that are read once, and whose pages stay in host memory and on disk for a time.
 
-A cache is a prefix of prompts. Whoever names it (`cache_id`) sends the rest; whoever begins alike finds its pages too.
+A cache is a prefix of prompts. Requests that name it (`cache_id`) have the rest; those that begin alike share pages.
 They are pinned where tiers have them, up to half of each tier, and never on the devices: there they go when memory is
 needed, and come back by a load. So caches take nothing from requests that run.
 """
@@ -10,23 +10,62 @@ import secrets
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
 
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.request.output import Event
-from longctx.serving.server.active_call import refusal
-from longctx.serving.server.documents import Document, Prefix
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.schemas.caches import CacheAnswer, CachePages
+from longctx.serving.server.frontend import refusals_answered
+from longctx.serving.server.request_parser import Document, Prefix
 
 _MOST_CACHES = 1000  # of a tenant
 _NO_RETRY = {"x-should-retry": "false"}
 
 
+class CachePages(Struct):
+    """Full pages of a document, and how many of them are on the devices, in host memory and on disk."""
+
+    total: int
+    device: int
+    host: int
+    disk: int
+
+
+class CacheAnswer(Struct):
+    """Cache as clients see it, with `status` `"reading"`, `"ready"` or `"failed"`."""
+
+    id: str
+    model: str
+    status: str
+    created: int
+    expires_at: int
+    tokens: int
+    read_tokens: int
+    pages: CachePages
+    object: str = "cache"
+    error: str | None = None
+
+
+class CacheList(Struct):
+    """Caches of a tenant, the newest first."""
+
+    data: list[Any]
+    object: str = "list"
+
+
+class CacheDeleted(Struct):
+    id: str
+    object: str = "cache.deleted"
+    deleted: bool = True
+
+
 @dataclass(eq=False)
 class Cache:
-    """A document that is kept."""
+    """Document that is kept."""
 
     prefix: Prefix
     document: Document
@@ -46,7 +85,7 @@ class Cache:
 
 
 class Caches:
-    """The caches of a server. For the event loop's thread.
+    """Caches of a server, for the event loop's thread.
 
     Args:
       quota: tokens of a tenant's documents together; None: as many as can be pinned.
@@ -57,7 +96,7 @@ class Caches:
         self._thread, self._model_name, self._quota, self._max_ttl = thread, model_name, quota, max_ttl
         store = thread.engine.pages.store
         self._store = store if isinstance(store, TieredStore) else None
-        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(dict)  # by tenant: nobody finds another's
+        self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(dict)  # by tenant
 
     def create(self, tenant: str, document: Document) -> CacheAnswer:
         """Begin to read a document, and keep its pages.
@@ -65,39 +104,37 @@ class Caches:
         Raises:
           ApiError: there are no tiers, it is too long or short, or there is no room, in the server or the quota.
         """
-        self._check(tenant, document)
+        self._check_room(tenant, document)
         cache_id = f"cache_{secrets.token_hex(16)}"
         cache = Cache(document.prefix(cache_id), document, time.time())
         loop = asyncio.get_running_loop()
         self._thread.engine.pages.pin(cache.keys, document.ttl)
         try:
-            cache.request_id = self._thread.submit(
-                document.prepared, lambda events: loop.call_soon_threadsafe(self._note, cache, events)
-            )
-        except BaseException as error:
+            with refusals_answered():
+                cache.request_id = self._thread.submit(
+                    document.prepared, lambda events: loop.call_soon_threadsafe(self._note, cache, events)
+                )
+        except BaseException:
             self._unpin(cache)
-            answer = refusal(error)
-            if answer is None:
-                raise
-            raise answer from error
+            raise
         self._caches[tenant][cache_id] = cache
         cache.timer = loop.call_later(document.ttl, self._remove, tenant, cache)
         return self._answer(cache)
 
     def get(self, tenant: str, cache_id: str) -> CacheAnswer:
-        """A tenant's cache; ApiError if it has none of this id."""
+        """Return a tenant's cache; raise ApiError if it has none of this id."""
         return self._answer(self._find(tenant, cache_id))
 
     def of(self, tenant: str) -> list[CacheAnswer]:
-        """A tenant's caches, the newest first."""
+        """Return a tenant's caches, the newest first."""
         return [self._answer(cache) for cache in reversed(self._own(tenant).values())]
 
     def delete(self, tenant: str, cache_id: str) -> None:
-        """Let a cache's pages go when their turn comes; ApiError if the tenant has none of this id."""
+        """Let a cache's pages be evicted when their turn comes; raise ApiError if the tenant has none of this id."""
         self._remove(tenant, self._find(tenant, cache_id))
 
     def prefix(self, tenant: str, cache_id: str) -> Prefix:
-        """What a cache puts before prompts; ApiError if the tenant has none of this id."""
+        """Return what a cache puts before prompts; raise ApiError if the tenant has none of this id."""
         return self._find(tenant, cache_id).prefix
 
     def close(self) -> None:
@@ -112,7 +149,7 @@ class Caches:
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents."""
+        """Tokens of all documents."""
         return sum(cache.num_tokens for cache in self._all)
 
     @property
@@ -122,7 +159,7 @@ class Caches:
     def _own(self, tenant: str) -> dict[str, Cache]:
         return self._caches.get(tenant, {})
 
-    def _check(self, tenant: str, document: Document) -> None:
+    def _check_room(self, tenant: str, document: Document) -> None:
         if self._store is None:
             message = "caches need tiers: start the server with --kv-host-bytes"
             raise ApiError(409, message, code="caches_are_off", headers=_NO_RETRY)
@@ -184,7 +221,7 @@ class Caches:
         read = len(prepared.tokens) if cache.status == "ready" else 0
         if cache.status == "reading":
             try:
-                read, _ = self._thread.progress(cache.request_id)
+                read, _ = self._thread.engine.requests[cache.request_id].progress
             except KeyError:  # it ends just now
                 read = len(prepared.tokens)
         return CacheAnswer(

@@ -1,5 +1,6 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, and their statuses."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and their statuses."""
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -9,19 +10,21 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-_ARGUMENT = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_]*) (?:must|contradicts?|has|needs?)\b")
+_ARGUMENT = re.compile(
+    r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:'s token| of token \d+)? (?:must|contradicts?|has|needs?)\b"
+)
 _NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of a type
 # Names of the engine's own arguments that clients call otherwise.
 _PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}
 _SHOWN_PROBLEMS = 3
 DROPPED = "x-llm-d-request-dropped-reason"
-"""The header that says why a request was refused that could be served at another time."""
+"""Header with the reason why a request was refused that could be served at another time."""
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An answer that is an error: its HTTP status, a sentence for people, and what programs go by.
+    """Answer that is an error: an HTTP status, a sentence for people, and a code for programs.
 
     Args:
       param: the field of the request that is wrong.
@@ -42,12 +45,13 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
         if retry_after is not None:
-            # Clients of OpenAI honour the milliseconds, everybody else whole seconds.
+            # Clients of OpenAI honour the milliseconds, others whole seconds.
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
             self.headers["retry-after-ms"] = str(max(1, math.ceil(retry_after * 1000)))
 
     def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
-        return _make, (self.status, self.message, self.param, self.code, self.headers)
+        make = functools.partial(ApiError, headers=self.headers)
+        return make, (self.status, self.message, self.param, self.code)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -59,12 +63,8 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
 
 
-def _make(status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]) -> ApiError:
-    return ApiError(status, message, param, code, headers=headers)
-
-
 def not_valid(error: ValidationError) -> ApiError:
-    """The answer to a body that is no JSON, or not of the fields and types that it should be."""
+    """Return the answer to a body that is no JSON, or has wrong fields or types."""
     # Of a value that may be of several types, the problem of the one that it comes nearest to.
     nearest: dict[str | None, tuple[int, str]] = {}
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -80,7 +80,7 @@ def not_valid(error: ValidationError) -> ApiError:
 
 
 def not_servable(error: Exception) -> ApiError:
-    """The answer to a request that the engine's own checks refuse: they say why, and name the argument first."""
+    """Return the answer to a request that the types of the engine refuse: their errors name the argument first."""
     text = str(error)
     found = _ARGUMENT.match(text)
     param = None if found is None else _PARAMS.get(found[1], found[1])

@@ -1,36 +1,40 @@
-"""`Frontend`: what HTTP routes ask of whoever serves, an engine (`Server`) or many (`longctx.cluster.router`).
+"""Base of the servers of HTTP routes: of one engine (`Server`), and of many (`longctx.cluster.router`).
 
-It reads calls, keeps those that run, and ends them. What it hands their requests to is a `Backend`.
+A frontend parses calls, holds the active ones, and ends them. A `Backend` computes their requests.
 """
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from longctx import __version__
-from longctx.models.tokenizer import TokenBytes, Tokenizer
-from longctx.serving.engine.departure import Sink
+from longctx.models.tokenizer import TokenBytes
+from longctx.serving.engine.active_request import Sink
+from longctx.serving.engine.admission_control import Refused
+from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.active_call import ActiveCall, Limits
-from longctx.serving.server.bodies import Bodies
-from longctx.serving.server.chat_format import ChatFormat
-from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.preparer import Preparer
-from longctx.serving.server.read_call import Call, CallReader, Kind, Origin
+from longctx.serving.server.errors import DROPPED, ApiError, not_servable
+from longctx.serving.server.preparer import Bodies, Preparer
+from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
+from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
-from longctx.serving.server.streams import Deliveries
+from longctx.serving.server.streams import Delivery, EventDispatcher, Stream
 from longctx.serving.server.transfers import Received, Transfers
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What answers requests: an engine's thread, or a cluster."""
+    """Computation of requests: an engine's thread, or a cluster."""
 
     def submit(
         self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
     ) -> str:
-        """Begin a request; its id. See `EngineThread.submit`; ApiError is an answer too."""
+        """Begin a request, and return its id. See `EngineThread.submit`; it may raise ApiError, too."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -38,75 +42,43 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
-class FrontendMetrics(Protocol):
-    """What routes ask of metrics."""
-
-    def render(self) -> bytes: ...
-
-    def observe_refusal(self, reason: str) -> None: ...
-
-
 class Frontend(ABC):
     """Serves calls to the app of one event loop.
 
     Args:
-      model_names: by which clients may call the model; the first one is in the answers.
-      reader: of calls.
+      parser: of calls; it has the names and sizes of the model.
 
     Attributes:
-      calls: that have not ended, by id.
+      backend: computes requests. A subclass sets it.
+      max_waiting: completions that one call may ask for, as all of them have to wait together. A subclass sets it.
+      metrics: of this server. A subclass sets them.
+      calls: the active ones, by id.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
-      transfers: what moves requests between this engine and others, if anything does.
+      transfers: move requests between this engine and others; None: requests stay.
     """
 
-    metrics: FrontendMetrics
+    backend: Backend
+    max_waiting: int
+    metrics: RenderedMetrics
     transfers: Transfers | None = None
 
-    def __init__(
-        self,
-        model_names: tuple[str, ...],
-        tokenizer: Tokenizer,
-        chat_format: ChatFormat,
-        reader: CallReader,
-        settings: ServerSettings,
-    ) -> None:
-        self.settings, self.model_names, self.model_name = settings, model_names, model_names[0]
-        self.tokenizer, self.token_bytes, self.chat_format = tokenizer, TokenBytes(tokenizer), chat_format
-        self.preparer = Preparer(reader, settings.prepare_processes)
+    def __init__(self, parser: RequestParser, settings: ServerSettings) -> None:
+        self.settings, self.model_names, self.model_name = settings, parser.names, parser.names[0]
+        self.max_length, self.vocab_size = parser.max_length, parser.vocab_size
+        self.tokenizer, self.chat_format = parser.tokenizer, parser.chat_format
+        self.token_bytes = TokenBytes(parser.tokenizer)
+        self.preparer = Preparer(parser, settings.prepare_processes)
         self.bodies = Bodies(settings)
         self.calls: dict[str, ActiveCall] = {}
         self.failures: dict[str, ApiError] = {}
-        self._num_beginning = 0
+        self._num_starting = 0
         self.is_draining = False
         self.version = __version__
-        self._deliveries: Deliveries | None = None
-
-    # What differs.
-
-    @property
-    @abstractmethod
-    def backend(self) -> Backend:
-        """What answers requests."""
-
-    @property
-    @abstractmethod
-    def limits(self) -> Limits:
-        """Of one call."""
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int:
-        """Tokens of a prompt and its answer."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Of the model."""
+        self._dispatcher: EventDispatcher | None = None
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds by the backend's clock."""
+        """Return seconds by the backend's clock."""
 
     @property
     @abstractmethod
@@ -116,17 +88,15 @@ class Frontend(ABC):
     @property
     @abstractmethod
     def problem(self) -> str | None:
-        """Why the server is not healthy; None: it is."""
+        """Reason why the server is not healthy; None: it is."""
 
     @property
     @abstractmethod
     def not_ready(self) -> ApiError:
-        """The answer while it is not warm."""
-
-    # What routes do.
+        """Answer while it is not warm."""
 
     def check_accepting(self) -> None:
-        """ApiError, unless requests are taken now."""
+        """Raise ApiError, unless requests are taken now."""
         if self.is_draining:
             self.metrics.observe_refusal("draining")
             headers = {"connection": "close", DROPPED: "draining"}
@@ -135,54 +105,54 @@ class Frontend(ABC):
         if not self.is_warm:
             raise self.not_ready
 
-    def note_refusal(self, error: ApiError) -> None:
+    def count_refusal(self, error: ApiError) -> None:
         """Count a request that is refused, if it could be served at another time."""
         if DROPPED in error.headers:
             self.metrics.observe_refusal(error.headers[DROPPED])
 
-    async def read(self, kind: Kind, body: bytes, origin: Origin) -> Call:
-        """Read a body of completions or a chat."""
-        call: Call = await self.preparer.read(kind, body, origin)
+    async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of completions or a chat."""
+        call: ParsedCall = await self.preparer.read(kind, body, origin)
         return call
 
-    async def begin(
+    async def start_call(
         self,
         call_id: str,
         shown_id: str,
-        call: Call,
+        call: ParsedCall,
         arrival: float,
         headers: Mapping[str, str] | None = None,
         received: Received | None = None,
-    ) -> ActiveCall:
-        """Let a call's requests enter the backend; `end` it in any case. ApiError if they can't.
+    ) -> "ActiveCall":
+        """Submit a call's requests to the backend; `end_call` has to follow.
 
         Args:
           arrival: by the backend's clock.
           headers: of the request.
           received: what another engine has computed of the call's one request.
+
+        Raises:
+          ApiError: a request can never be served, or not now, or the engine has failed.
         """
-        assert self._deliveries is not None, "the server has not been started"
-        backend, deliveries, buffer, limits = self.backend, self._deliveries, self.settings.stream_buffer, self.limits
-
-        def make() -> ActiveCall:
-            return ActiveCall(backend, deliveries, call, shown_id, buffer, limits, arrival, received, self.failures)
-
-        self._num_beginning += 1
+        self._num_starting += 1
         try:
-            active = await asyncio.to_thread(make) if self._takes_long(call) else make()
+            if self._takes_long(call):
+                active = await asyncio.to_thread(ActiveCall, self, call, shown_id, arrival, received)
+            else:
+                active = ActiveCall(self, call, shown_id, arrival, received)
         except BaseException as error:
             if received is not None:
                 received.release()
             if isinstance(error, ApiError):
-                self.note_refusal(error)
+                self.count_refusal(error)
             raise
         finally:
-            self._num_beginning -= 1
+            self._num_starting -= 1
         self.calls[call_id] = active
         return active
 
-    def end(self, call_id: str) -> None:
-        """Nobody reads a call's events any more: what has not ended of it is cancelled."""
+    def end_call(self, call_id: str) -> None:
+        """Cancel what has not ended of a call, whose events are no longer read."""
         active = self.calls.pop(call_id, None)
         if active is not None:
             active.close()
@@ -190,7 +160,7 @@ class Frontend(ABC):
                 self.failures.pop(request_id, None)
 
     def abort(self, name: str, tenant: str | None) -> bool:
-        """End a client's request; False if there is none of this name, or it is another tenant's.
+        """Cancel a client's request; return False if there is none of this name, or it is another tenant's.
 
         Args:
           name: the id that the client sent, or that stands in its answer.
@@ -201,8 +171,8 @@ class Frontend(ABC):
             active.cancel()
         return bool(found)
 
-    def find(self, name: str) -> list[ActiveCall]:
-        """The calls of this name: the id that the client sent, or that stands in its answer."""
+    def find(self, name: str) -> "list[ActiveCall]":
+        """Return the calls of a name: the id that the client sent, or that stands in its answer."""
         return [
             active
             for call_id, active in self.calls.items()
@@ -212,14 +182,12 @@ class Frontend(ABC):
     @property
     def has_calls(self) -> bool:
         """Whether some client waits for an answer of the backend."""
-        return bool(self.calls or self._num_beginning)
-
-    # From start to end.
+        return bool(self.calls or self._num_starting)
 
     def start(self) -> None:
-        """Begin; call it in the event loop."""
+        """Begin to serve; call it in the event loop."""
         loop = asyncio.get_running_loop()
-        self._deliveries = Deliveries(loop)
+        self._dispatcher = EventDispatcher(loop)
         self.preparer.start()
         if self.settings.ping_interval:
             loop.call_later(self.settings.ping_interval, self._nudge)
@@ -236,17 +204,162 @@ class Frontend(ABC):
     def close(self) -> None:
         """End everything that has not ended, in another thread than the event loop's."""
 
-    def _takes_long(self, call: Call) -> bool:
-        """Whether it may take long until the backend knows whether it lets a call in."""
+    @property
+    def dispatcher(self) -> EventDispatcher:
+        """Dispatcher of events to the event loop, once the server has been started."""
+        assert self._dispatcher is not None, "the server has not been started"
+        return self._dispatcher
+
+    def _takes_long(self, call: ParsedCall) -> bool:
+        """Return whether the backend may take long to admit a call."""
         return False
 
     def _nudge(self) -> None:
-        """Let streams to which nothing has come for a while tell their clients that they live: one timer for all."""
+        """Let streams without recent events send their clients a comment: one timer serves all."""
         for call in self.calls.values():
             if call.call.body.stream:
                 call.stream.nudge()
         asyncio.get_running_loop().call_later(self.settings.ping_interval, self._nudge)
 
     def _flush(self) -> None:
-        if self._deliveries is not None:
-            self._deliveries.flush()
+        if self._dispatcher is not None:
+            self._dispatcher.flush()
+
+
+class ActiveCall:
+    """A call from the submission of its requests, all or none, until its client has read their last event.
+
+    Its methods are for the event loop's thread.
+
+    Args:
+      shown_id: by which the client knows the call.
+      arrival: by the backend's clock.
+      received: what another engine has computed of the call's one request.
+
+    Attributes:
+      submitted: ids of all its requests.
+
+    Raises:
+      ApiError: a request can never be served, or not now, or the engine has failed.
+    """
+
+    def __init__(
+        self,
+        server: Frontend,
+        call: ParsedCall,
+        shown_id: str,
+        arrival: float | None = None,
+        received: Received | None = None,
+    ) -> None:
+        self.call, self.shown_id, self._server, self._received = call, shown_id, server, received
+        self.submitted: list[str] = []
+        self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
+        self.stream = Stream(server.settings.stream_buffer * len(call.requests), self.cancel)
+        count = len(call.requests) * call.num_choices
+        if count > server.max_waiting:  # it could never be admitted whole
+            raise ApiError(400, f"the prompts ask for {count:,} completions, and {server.max_waiting:,} may wait", "n")
+        try:
+            with refusals_answered():
+                for number, prepared in enumerate(call.requests):
+                    sink = server.dispatcher.sink(self.stream, number, is_whole=not call.body.stream)
+                    request_id = server.backend.submit(prepared, sink, arrival, received)
+                    self.submitted.append(request_id)
+                    self._open[number] = request_id, set(range(prepared.request.sampling.n))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return [request_id for request_id, _ in self._open.values()]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some event has not been read."""
+        return bool(self._open)
+
+    async def take(self) -> list[Delivery]:
+        """Wait for events, and return all that are there with the numbers of their requests; none after a nudge.
+
+        Raises:
+          ApiError: a request has failed, or the client reads too slowly.
+        """
+        taken = await self.stream.take()
+        if self.stream.has_ended:
+            raise ApiError(408, "the client reads too slowly: its request was cancelled", code="slow_reader")
+        for number, events in taken:
+            request_id, indices = self._open[number]
+            for event in events:
+                output = event.output
+                if output is None:
+                    continue
+                if output.finish_reason == "error":
+                    if request_id in self._server.failures:
+                        raise self._server.failures[request_id]
+                    raise ApiError(500, output.error or "the request failed", code="engine_error")
+                indices.discard(event.index)
+            if not indices:
+                del self._open[number]
+        return taken
+
+    async def outputs(self) -> dict[tuple[int, int], Output]:
+        """Wait for all outputs, and return them by the request's number and their index; ApiError as from `take`."""
+        outputs: dict[tuple[int, int], Output] = {}
+        while self._open:
+            for number, events in await self.take():
+                outputs |= {(number, event.index): event.output for event in events if event.output is not None}
+        return outputs
+
+    def cancel(self) -> None:
+        """Cancel what has not ended; the last events still come."""
+        for request_id in self.request_ids:
+            self._server.backend.cancel(request_id)
+
+    def close(self) -> None:
+        """Cancel what has not ended, as its events are no longer read."""
+        self.stream.close()
+        self.cancel()
+        self._open.clear()
+        if self._received is not None:
+            self._received.release()
+
+
+class CallStream(StreamingResponse):
+    """Streaming response with the pieces of a call's answer; the call ends with it, however it ends."""
+
+    def __init__(
+        self,
+        server: Frontend,
+        call_id: str,
+        pieces: AsyncIterator[bytes],
+        media_type: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(pieces, headers=headers, media_type=media_type)
+        self._server, self._call_id = server, call_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._server.end_call(self._call_id)
+
+
+@contextlib.contextmanager
+def refusals_answered() -> Iterator[None]:
+    """Raise ApiError for the errors of `EngineThread.submit`."""
+    try:
+        yield
+    except Refused as error:
+        dropped: dict[str, str] = {DROPPED: error.reason}
+        if error.reason == "draining":
+            dropped["connection"] = "close"
+            answer = ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
+        else:
+            answer = ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
+        raise answer from error
+    except (TypeError, ValueError) as error:
+        raise not_servable(error) from error
+    except RuntimeError as error:
+        raise ApiError(500, str(error), code="engine_error") from error

@@ -1,4 +1,4 @@
-"""The HTTP server under the app: uvicorn, with limits on headers, and a shutdown that lets running requests finish."""
+"""HTTP server under the app: uvicorn, with limits on headers, and a shutdown that lets running requests finish."""
 
 import asyncio
 import contextlib
@@ -153,7 +153,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, it does not raise the signal again at the end: the exit status is 0 then."""
+        """Handle signals; unlike uvicorn's, it does not raise them again at the end, so that the exit status is 0."""
         self.loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -190,7 +190,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `HttpServer.run`; nobody is let in yet.
+    """Return a socket for `HttpServer.run`, which does not listen yet.
 
     Raises:
       ValueError: the address can't be had.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore

@@ -1,4 +1,4 @@
-"""Logs: one line for each request that has ended, and everything else that the library logs, as text or JSON.
+"""Logs as text or JSON: one line for each request that has ended, and everything else that the library logs.
 
 Prompts and answers are not logged unless that is asked for.
 """
@@ -6,49 +6,43 @@ Prompts and answers are not logged unless that is asked for.
 import json
 import logging
 import time
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
-
-LogFormat = Literal["text", "json"]
+from longctx.serving.server.settings import LogFormat
 
 _LIBRARY = "longctx"
 _REQUESTS = "longctx.requests"
 
 
-class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON, with the fields of its argument `extra={"fields": ...}`."""
+class LogFormatter(logging.Formatter):
+    """Formatter of a record, with the fields of its argument `extra={"fields": ...}`, as one line.
+
+    The line is JSON, or text with `name=value`, where values with a space or control character are JSON.
+    """
+
+    def __init__(self, form: LogFormat) -> None:
+        super().__init__()
+        self._is_json = form == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _utc(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class TextFormatter(logging.Formatter):
-    """A record as a line of text, its fields as `name=value`; a value with a space or control character as JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        parts = [_utc(record.created), record.levelname.lower(), record.name, record.getMessage()]
-        parts += [f"{name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items()]
-        text = " ".join(parts)
-        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+        time_, level, fields = _utc(record.created), record.levelname.lower(), getattr(record, "fields", {})
+        exception = self.formatException(record.exc_info) if record.exc_info else None
+        if self._is_json:
+            line = {"time": time_, "level": level, "logger": record.name, "message": record.getMessage(), **fields}
+            return json.dumps(line if exception is None else line | {"exception": exception}, default=str)
+        shown = [f"{name}={_shown(value)}" for name, value in fields.items()]
+        text = " ".join([time_, level, record.name, record.getMessage(), *shown])
+        return text if exception is None else f"{text}\n{exception}"
 
 
 def install(form: LogFormat, stream: TextIO) -> logging.Handler:
-    """Log what the library logs to a stream; `uninstall` takes the handler."""
+    """Send the library's log to a stream; return the handler, for `uninstall`."""
     if form not in ("text", "json"):
         raise ValueError(f'log_format must be "text" or "json", got {form!r}')
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(LogFormatter(form))
     logging.getLogger(_LIBRARY).addHandler(handler)
     return handler
 
@@ -73,7 +67,7 @@ class RequestLog:
         self._logger.setLevel(logging.INFO)
 
     def note(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
+        """Note a completion that has ended."""
         outputs = self._outputs.setdefault(output.request_id, [])
         outputs.append(output)
         if len(outputs) == request.sampling.n:
@@ -87,7 +81,7 @@ class RequestLog:
 
 
 def request_fields(outputs: list[Output], request: Request) -> dict[str, Any]:
-    """What is logged of a request without showing it; durations are seconds."""
+    """Return the log's fields of a request, without its prompt; durations are seconds."""
     outputs.sort(key=lambda output: output.index)
     each, first = [output.metrics for output in outputs], outputs[0].metrics
     reasons = list(dict.fromkeys(output.finish_reason for output in outputs))

@@ -1,4 +1,4 @@
-"""`Migration`: moves a server's requests to another server, in mid-generation; their clients notice nothing.
+"""Migration of a server's requests to another server during generation, which their clients do not notice.
 
 The other server may have another plan: pages are cut anew on their way. It goes on where this one has stopped, with the
 same seed, so that the tokens are the same; its events come back to the clients' streams here.
@@ -8,46 +8,42 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
-from longctx.serving.engine.departure import Departed, Departure
+from longctx.serving.engine.active_request import MigratedRequest, MigratingRequest
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.relay import Relay
-from longctx.serving.server.relayed_outputs import RelayBroken
-from longctx.serving.server.streams import Deliveries
+from longctx.serving.server.relay import Lines, Relay, RelayBroken, decode_events, split_lines
 from longctx.serving.server.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # requests that stand still between two servers
-_MOST_LINE = 2**28  # bytes: log probabilities of a long prompt are one line
 _CONNECT, _SILENCE = 5.0, 60.0  # seconds; a stream says that it lives every `ping_interval`
 
 
 class Moved(NamedTuple):
-    """What became of requests that were to be moved: their ids; and why others were not, by id."""
+    """Result of a migration: the ids of moved requests; and why others were kept, by id."""
 
     moved: list[str]
     kept: dict[str, str]
 
 
 class Migration:
-    """Moves requests, and passes on what comes of them. For the event loop's thread.
+    """Moves requests, and passes on their events. For the event loop's thread.
 
     Args:
       thread: of the engine whose requests move.
-      deliveries: through which their clients get events.
+      flush: see `EngineThread`.
     """
 
-    def __init__(self, thread: EngineThread, transfers: Transfers, deliveries: Deliveries) -> None:
-        self._thread, self._transfers, self._deliveries = thread, transfers, deliveries
+    def __init__(self, thread: EngineThread, transfers: Transfers, flush: Callable[[], object]) -> None:
+        self._thread, self._transfers, self._flush = thread, transfers, flush
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._at_once = asyncio.Semaphore(_AT_ONCE)
@@ -58,10 +54,10 @@ class Migration:
         )
 
     async def move(self, url: str, request_ids: Sequence[str], authorization: str | None) -> Moved:
-        """Move requests; it returns when each of them runs there, or goes on here.
+        """Move requests; return when each of them runs there, or goes on here.
 
         Args:
-          url: of the other server, from `check`.
+          url: of the other server, from `resume_url`.
           authorization: the header for it.
         """
         ends = await asyncio.gather(*(self._begin(url, request_id, authorization) for request_id in request_ids))
@@ -79,8 +75,8 @@ class Migration:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
 
-    def check(self, to: str) -> str:
-        """Where another server takes requests.
+    def resume_url(self, to: str) -> str:
+        """Return the URL at which another server takes requests.
 
         Args:
           to: its address.
@@ -102,56 +98,56 @@ class Migration:
         return str(url).rstrip("/") + "/resume"
 
     async def _begin(self, url: str, request_id: str, authorization: str | None) -> str | None:
-        """Move a request; why that was not possible, None: it was."""
+        """Move a request; return why that was not possible, or None."""
         async with self._at_once:
-            departure = self._thread.move(request_id, self._transfers.lease(None))
-            if departure is None:
+            migration = self._thread.move(request_id, self._transfers.lease(None))
+            if migration is None:
                 return "it has ended, leaves already, or is a prefill for another server"
             accepted: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._run(url, departure, authorization, accepted))
+            task = asyncio.create_task(self._run(url, migration, authorization, accepted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return await accepted
 
     async def _run(
-        self, url: str, departure: Departure, authorization: str | None, accepted: asyncio.Future[str | None]
+        self, url: str, migration: MigratingRequest, authorization: str | None, accepted: asyncio.Future[str | None]
     ) -> None:
-        """A request from when it leaves to its end."""
+        """Follow a request from when it leaves to its end."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        left = asyncio.wrap_future(departure.left)  # it comes with a step, whatever else happens
+        left = asyncio.wrap_future(migration.left)  # it comes with a step, whatever else happens
         while not left.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([left])
-        departed = left.result()
-        if departed is None:
+        migrated = left.result()
+        if migrated is None:
             _tell(accepted, "it has ended")
             return
-        relay = Relay(self._thread, departure, departed, self._deliveries.flush)
-        departure.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
+        relay = Relay(self._thread, migration, migrated, self._flush)
+        migration.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
         try:
-            if departure.is_cancelled or self._is_closing:
+            if migration.is_cancelled or self._is_closing:
                 raise asyncio.CancelledError
-            await relay.follow(self._lines(url, departed, authorization, accepted))
+            await relay.follow(self._lines(url, migrated, authorization, accepted))
         except asyncio.CancelledError:
             relay.end("cancelled")
         except Exception as error:  # whatever it is, the client waits
             expected = isinstance(error, httpx.HTTPError | RelayBroken | msgspec.DecodeError)
-            logger.warning("request %s comes back: %s", departure.request_id, error, exc_info=not expected)
+            logger.warning("request %s comes back: %s", migration.request_id, error, exc_info=not expected)
             _tell(accepted, str(error) or type(error).__name__)
-            relay.take_back()
+            relay.resume_locally()
         finally:
             _tell(accepted, "it was cancelled")
-            self._transfers.release(Handoff.of(departed.outputs))
+            self._transfers.release(Handoff.of(migrated.outputs))
 
     async def _lines(
-        self, url: str, departed: Departed, authorization: str | None, accepted: asyncio.Future[str | None]
-    ) -> AsyncIterator[list[EventLine]]:
-        """The events that the other server sends."""
+        self, url: str, migrated: MigratedRequest, authorization: str | None, accepted: asyncio.Future[str | None]
+    ) -> Lines:
+        """Yield the events that the other server sends."""
         headers = {"content-type": "application/json"}
         if authorization is not None:
             headers["authorization"] = authorization
         # Another thread writes long prompts.
-        content = await asyncio.to_thread(_body, departed, self._transfers.params(departed.outputs))
+        content = await asyncio.to_thread(_body, migrated, self._transfers.params(migrated.outputs))
         async with self._client.stream("POST", url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise RelayBroken(f"the other server says {response.status_code}: {await _reason(response)}")
@@ -160,23 +156,8 @@ class Migration:
                 yield decode_events(line)
 
 
-async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
-    begun = bytearray()
-    async for part in parts:
-        *ended, rest = part.split(b"\n")
-        for piece in ended:
-            begun += piece
-            if begun:
-                yield bytes(begun)
-            begun.clear()
-        begun += rest
-        if len(begun) > _MOST_LINE:
-            raise RelayBroken("a line of its events is too long")
-
-
-def _body(departed: Departed, params: dict[str, Any]) -> bytes:
-    prepared = departed.prepared
+def _body(migrated: MigratedRequest, params: dict[str, Any]) -> bytes:
+    prepared = migrated.prepared
     request: Any = dataclasses.replace(prepared.request, prompt=prepared.tokens.tolist(), request_id=None)
     return msgspec.json.encode({"request": request, "kv_transfer_params": params})
 

@@ -1,9 +1,9 @@
-"""What viewers of the page are told: steps, load and ended requests, in messages that are made once for all of them.
+"""Feed of the page: messages of steps, load and ended requests, which are made once for all viewers.
 
-The engine's thread and whoever sees completions end leave what they know in short bounded lists (`observe_step`,
+The observers of steps and of completions that end leave their reports in short bounded lists (`observe_step`,
 `observe_end`). While there are viewers, a task of the event loop turns what is new into one JSON message, at most
-every `interval` seconds. Viewers read from one buffer of messages; one that is slower than the buffer is long misses
-some, and costs nothing more. Messages hold no prompt and no answer: of a request its shortened id and counts.
+every `interval` seconds. A viewer that is slower than its queue is long misses the oldest messages. Messages hold no
+prompt and no answer: of a request its shortened id and counts.
 """
 
 import asyncio
@@ -12,38 +12,29 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from longctx.serving.engine.load import Load, StepReport
+from longctx.serving.engine.metrics import Load, StepReport
+from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 INTERVAL = 0.1  # seconds between two messages
-STEPS_KEPT = 240  # for who opens the page
-STEPS_TOLD = 40  # in one message, the latest
+STEPS_KEPT = 240  # for a new viewer
+STEPS_SENT = 40  # in one message, the latest
 OUTPUTS_KEPT = 60
-BUFFERED = 50  # messages
+BUFFERED = 50  # messages of a viewer
 MAX_VIEWERS = 64
-MAX_READING = 64  # requests whose progress is told
+MAX_READING = 64  # requests whose progress is sent
 ID_LENGTH = 12
 
 
-@runtime_checkable
-class Watched(Protocol):
-    """What the feed asks of an `EngineThread`."""
-
-    @property
-    def load(self) -> Load: ...
-
-    def progress(self, request_id: str) -> tuple[int, int]: ...
-
-
 class TooManyViewers(RuntimeError):
-    """There are `MAX_VIEWERS` already."""
+    """The feed has `MAX_VIEWERS` already."""
 
 
 def short_id(request_id: str) -> str:
-    """The beginning of an id, which is enough to tell requests apart, and too short to say much."""
+    """Return the beginning of an id: enough to tell requests apart, and too short to reveal it."""
     return request_id[:ID_LENGTH]
 
 
@@ -54,16 +45,13 @@ class PageFeed(ABC):
         self._interval = interval
         self._lock = threading.Lock()  # held for a few list operations only
         self._outputs: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
-        self._num_outputs = 0
-        self._told_step, self._told_output = -1, 0
-        self._messages: deque[tuple[int, str]] = deque(maxlen=BUFFERED)
-        self._num_messages = 0
-        self._news = asyncio.Event()
+        self._num_outputs = self._sent_output = 0
+        self._queues: set[asyncio.Queue[str]] = set()
         self._task: asyncio.Task[None] | None = None
         self.num_viewers = 0
 
     def observe_end(self, output: Output, request: Request) -> None:
-        """An observer of an engine's thread: a completion has ended."""
+        """Observe a completion that has ended."""
         with self._lock:
             self._num_outputs += 1
             self._outputs.append((self._num_outputs, output))
@@ -79,23 +67,17 @@ class PageFeed(ABC):
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} pages watch this server already")
         self.num_viewers += 1
+        queue = asyncio.Queue[str](BUFFERED)
+        self._queues.add(queue)
         try:
             if self._task is None:
-                self._skip_to_now()
-                self._news = asyncio.Event()
+                self._message(is_first=False)  # the first message has all that is there
                 self._task = asyncio.create_task(self._publish())
-            seen = self._num_messages
-            yield self._message(-1, 0, STEPS_KEPT)
+            yield str(self._message(is_first=True))
             while True:
-                news = self._news
-                for number, message in [message for message in self._messages if message[0] > seen]:
-                    # Those that were dropped while the viewer took the last one are not for it any more.
-                    if number >= self._messages[0][0]:
-                        seen = number
-                        yield message
-                if seen >= self._num_messages:
-                    await news.wait()
+                yield await queue.get()
         finally:
+            self._queues.remove(queue)
             self.num_viewers -= 1
             if self.num_viewers == 0 and self._task is not None:
                 self._task.cancel()
@@ -104,71 +86,66 @@ class PageFeed(ABC):
     async def _publish(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
-            if self._has_news():
-                self._num_messages += 1
-                message = self._message(self._told_step, self._told_output, STEPS_TOLD)
-                self._messages.append((self._num_messages, message))
-                self._skip_to_now()
-                self._news.set()  # wakes those that wait
-                self._news = asyncio.Event()
+            message = self._message(is_first=False)
+            if message is not None:
+                for queue in self._queues:
+                    if queue.full():
+                        queue.get_nowait()
+                    queue.put_nowait(message)
 
     @abstractmethod
-    def _has_news(self) -> bool:
-        """Whether something has come since the last message."""
+    def _message(self, is_first: bool) -> str | None:
+        """Return all that is kept, for a new viewer; or what is new since the last such call, None if nothing is."""
 
-    @abstractmethod
-    def _skip_to_now(self) -> None:
-        """All that has come has been told."""
-
-    @abstractmethod
-    def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
-        """A message of what came after a step and an output, in their order."""
+    def _ended(self, is_first: bool) -> list[dict[str, Any]]:
+        """Return the completions of a message."""
+        with self._lock:
+            after = 0 if is_first else self._sent_output
+            if not is_first:
+                self._sent_output = self._num_outputs
+            return [describe_output(number, output) for number, output in self._outputs if number > after]
 
 
 class EngineFeed(PageFeed):
-    """Of one engine; `observe_step` may be called in any thread, too."""
+    """Feed of one engine; `observe_step` may be called in any thread, too."""
 
-    def __init__(self, thread: Watched, interval: float = INTERVAL) -> None:
+    def __init__(self, thread: EngineThread, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._thread = thread
         self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
         self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
-        self._told_load: Load | None = None
+        self._sent_step = -1
+        self._sent_load: Load | None = None
 
     def observe_step(self, report: StepReport) -> None:
-        """An observer of an engine's thread."""
+        """Observe a step."""
         with self._lock:
             self._steps.append(report)
 
-    def _has_news(self) -> bool:
+    def _message(self, is_first: bool) -> str | None:
+        load, ended = self._thread.load, self._ended(is_first)
         with self._lock:
-            is_newer = bool(self._steps) and self._steps[-1].metrics.number > self._told_step
-            return is_newer or self._num_outputs > self._told_output or self._thread.load is not self._told_load
-
-    def _skip_to_now(self) -> None:
-        with self._lock:
-            if self._steps:
-                self._told_step = self._steps[-1].metrics.number
-            self._told_output, self._told_load = self._num_outputs, self._thread.load
-
-    def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
-        """A message of what came after a step and an output, in their order."""
-        with self._lock:
-            steps = [report for report in self._steps if report.metrics.number > after_step]
-            outputs = [one for one in self._outputs if one[0] > after_output]
+            steps = [report for report in self._steps if is_first or report.metrics.number > self._sent_step]
+        if not is_first:
+            if not steps and not ended and load is self._sent_load:
+                return None
+            self._sent_load = load
+            if steps:
+                self._sent_step = steps[-1].metrics.number
+        num_steps = STEPS_KEPT if is_first else STEPS_SENT
         return json.dumps(
             {
-                "load": _load(self._thread.load),
+                "load": _load(load),
                 "steps": [_step(report) for report in steps[-num_steps:]],
                 "skipped": max(0, len(steps) - num_steps),
                 "reading": self._progress(steps),
-                "ended": [describe_output(number, output) for number, output in outputs],
+                "ended": ended,
             },
             separators=(",", ":"),
         )
 
     def _progress(self, steps: Iterable[StepReport]) -> list[tuple[str, int, int]]:
-        """(id, tokens done, tokens) of prompts that are being read."""
+        """Return (id, tokens done, tokens) of prompts that are being read."""
         for report in steps:
             for request_id, _, decodes in report.metrics.rows:
                 if not decodes and len(self._reading) < MAX_READING:
@@ -176,7 +153,7 @@ class EngineFeed(PageFeed):
         told = []
         for request_id in list(self._reading):
             try:
-                done, total = self._thread.progress(request_id)
+                done, total = self._thread.engine.requests[request_id].progress
             except KeyError:  # it has ended
                 done = total = 0
             if done < total:
@@ -213,7 +190,7 @@ def _step(report: StepReport) -> dict[str, Any]:
 
 
 def describe_output(number: int, output: Output) -> dict[str, Any]:
-    """A completion that has ended, as JSON."""
+    """Return a completion that has ended, as JSON."""
     metrics = output.metrics
     return {
         "number": number,

@@ -1,18 +1,228 @@
-"""`Relay`: a request that has left for another server, whose events are passed on to its client here."""
+"""Events of a request that another server computes: as lines of JSON between servers, and passed on to its client here.
 
-from collections.abc import AsyncIterator, Callable
+A line has the events of a step. Events that the client has had come again when another engine goes on with a request:
+they are compared and left out.
+"""
 
-from longctx.serving.engine.departure import Departed, Departure
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+from longctx.serving.engine.active_request import MigratedRequest, MigratingRequest
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.request.output import Event, FinishReason
-from longctx.serving.server.event_lines import EventLine
-from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+from longctx.serving.request.handoff import Handoff
+from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
+from longctx.serving.request.request import PreparedRequest
+
+_MOST_LINE = 2**28  # bytes: log probabilities of a long prompt are one line
+
+
+class End(msgspec.Struct, array_like=True, frozen=True):
+    """End of a completion, with what its events don't say. `cached_tokens`: of its prompt, found or loaded."""
+
+    reason: FinishReason
+    error: str | None
+    prompt_logprobs: list[TokenLogprob] | None
+    cached_tokens: int = 0
+
+
+class EventLine(msgspec.Struct, array_like=True, frozen=True):
+    """Event on a line, see `longctx.serving.request.output.Event`."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    end: End | None
+
+    @classmethod
+    def of(cls, event: Event) -> "EventLine":
+        """Return the entry of an event."""
+        output = event.output
+        end = None
+        if output is not None:
+            end = End(output.finish_reason, output.error, output.prompt_logprobs, output.metrics.cached_tokens)
+        return cls(event.index, event.token_ids, event.text, event.logprobs, end)
+
 
 Lines = AsyncIterator[list[EventLine]]
+_decoder = msgspec.json.Decoder(list[EventLine])
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """Return a line, with its end."""
+    return msgspec.json.encode(list(map(EventLine.of, events))) + b"\n"
+
+
+def decode_events(line: str | bytes) -> list[EventLine]:
+    """Return the events of a line; raise ValueError if it has none."""
+    return _decoder.decode(line)
+
+
+async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
+    begun = bytearray()
+    async for part in parts:
+        *ended, rest = part.split(b"\n")
+        for piece in ended:
+            begun += piece
+            if begun:
+                yield bytes(begun)
+            begun.clear()
+        begun += rest
+        if len(begun) > _MOST_LINE:
+            raise RelayBroken("a line of its events is too long")
+
+
+class RelayBroken(RuntimeError):
+    """The other server refuses a request, or does not go on with it."""
+
+
+class RelayedOutputs:
+    """Outputs of a request that another server computes, as far as the client has had them.
+
+    Args:
+      outputs: of all completions so far.
+      open_: the completions that have not ended.
+
+    Attributes:
+      open: of them, those that have not ended.
+      cached_tokens: of the prompt, for the outputs' metrics; None: what they say already.
+    """
+
+    def __init__(self, outputs: Sequence[Output], open_: set[int]) -> None:
+        self._outputs = {output.index: _copied(output) for output in outputs}
+        self.open = open_
+        self.cached_tokens: int | None = None
+        self._repeated: dict[int, int] = {}
+        self.expect_again()
+
+    @classmethod
+    def of_none(cls, prepared: PreparedRequest, request_id: str, arrival: float, seed: int) -> "RelayedOutputs":
+        """Return those of a request of which nothing is computed yet."""
+        sampling = prepared.request.sampling
+        outputs = [
+            Output(
+                request_id,
+                index,
+                [],
+                "",
+                "moved",
+                Metrics(arrival, len(prepared.tokens)),
+                logprobs=None if sampling.logprobs is None else [],
+                prompt_logprobs=[] if sampling.prompt_logprobs is not None and index == 0 else None,
+                seed=seed,
+            )
+            for index in range(sampling.n)
+        ]
+        return cls(outputs, set(range(sampling.n)))
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Outputs of all completions, as far as they are there."""
+        return list(self._outputs.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the client has had."""
+        return sum(len(output.token_ids) for output in self._outputs.values())
+
+    def num_tokens_of(self, index: int) -> int:
+        """Return the number of tokens of one completion; 0 if there is none."""
+        output = self._outputs.get(index)
+        return 0 if output is None else len(output.token_ids)
+
+    def repeats(self, index: int) -> bool:
+        """Return whether the next token of a completion is one that the client has had."""
+        return bool(self._repeated.get(index))
+
+    def expect_again(self) -> None:
+        """Expect all that the client has had again, from another server that goes on with the request."""
+        self._repeated = {index: len(output.token_ids) for index, output in self._outputs.items()}
+
+    def handoff(self) -> Handoff:
+        """Return the handoff to a server that computes what is missing; no lease has any pages."""
+        handoff = Handoff.of(self.outputs)
+        return handoff._replace(completions=tuple(each._replace(lease=None) for each in handoff.completions))
+
+    def read(self, entry: EventLine, now: float) -> Event | None:
+        """Return the client's event of one of the other server's; None: the client has had it.
+
+        Raises:
+          RelayBroken: it can't be right, or the other server has failed.
+        """
+        index, tokens = entry.index, entry.token_ids
+        if index not in self._repeated or len(tokens) > 1:
+            raise RelayBroken("its events are not of this request")
+        if self._repeated[index] and tokens:
+            if tokens[0] != self._outputs[index].token_ids[-self._repeated[index]]:
+                raise RelayBroken("it does not repeat the tokens that it was given")
+            self._repeated[index] -= 1
+            if entry.end is None or self._repeated[index] or index not in self.open:
+                return None
+            # The server that sent the last token has not said that it was the last.
+            entry, tokens = EventLine(index, (), "", (), entry.end), ()
+        if index not in self.open:
+            return None
+        end = entry.end
+        if end is not None and end.reason not in ("stop", "length"):
+            raise RelayBroken(end.error or f"it ended the request: {end.reason}")
+        if end is not None and self._repeated[index]:
+            raise RelayBroken("it ends before it has repeated the tokens that it was given")
+        output = self._outputs[index]
+        output.token_ids.extend(tokens)
+        if output.logprobs is not None:
+            output.logprobs.extend(entry.logprobs)
+        if end is not None:
+            if output.prompt_logprobs is not None and end.prompt_logprobs is not None:
+                output.prompt_logprobs[:] = end.prompt_logprobs
+            return dataclasses.replace(
+                self.end(index, end.reason, now, tokens=tokens, text=entry.text), logprobs=entry.logprobs
+            )
+        if tokens:
+            output.metrics.note_token(now)
+        self._outputs[index] = dataclasses.replace(output, text=output.text + entry.text)
+        return Event(output.request_id, index, tokens, entry.text, entry.logprobs)
+
+    def end(
+        self,
+        index: int,
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+    ) -> Event:
+        """Return the last event of a completion."""
+        output = self._outputs[index]
+        metrics = output.metrics
+        if tokens:
+            metrics.note_token(now)
+        metrics = dataclasses.replace(metrics, output_tokens=len(output.token_ids), finished=now)
+        if self.cached_tokens is not None:
+            metrics.cached_tokens = self.cached_tokens
+        output = dataclasses.replace(
+            output, text=output.text + text, finish_reason=reason, error=error, metrics=metrics, lease=None
+        )
+        self._outputs[index] = output
+        self.open.discard(index)
+        return Event(output.request_id, index, tokens, text, (), output)
+
+
+def _copied(output: Output) -> Output:
+    """Return an output whose lists and metrics change independently."""
+    return dataclasses.replace(
+        output,
+        token_ids=[*output.token_ids],
+        metrics=dataclasses.replace(output.metrics),
+        logprobs=None if output.logprobs is None else [*output.logprobs],
+        prompt_logprobs=None if output.prompt_logprobs is None else [*output.prompt_logprobs],
+    )
 
 
 class Relay:
-    """Passes on what another server computes of a request; takes the request back if that ends too early.
+    """Events of a request that has left this engine for another server; it resumes here if they end too early.
 
     Its methods are for the event loop's thread.
 
@@ -21,10 +231,10 @@ class Relay:
     """
 
     def __init__(
-        self, thread: EngineThread, departure: Departure, departed: Departed, flush: Callable[[], object]
+        self, thread: EngineThread, migration: MigratingRequest, migrated: MigratedRequest, flush: Callable[[], object]
     ) -> None:
-        self._thread, self._departure, self._departed, self._flush = thread, departure, departed, flush
-        self._relayed = RelayedOutputs(departed.outputs, departed.open)
+        self._thread, self._migration, self._migrated, self._flush = thread, migration, migrated, flush
+        self._relayed = RelayedOutputs(migrated.outputs, migrated.open)
 
     async def follow(self, lines: Lines) -> None:
         """Pass events on until the last one.
@@ -36,47 +246,40 @@ class Relay:
             now = self._thread.engine.now()
             events = [event for entry in line if (event := self._relayed.read(entry, now)) is not None]
             if events:
-                self._departed.sink(events)
+                self._migrated.sink(events)
                 self._flush()
             if not self._relayed.open:
-                self._thread.forget_departure(self._departure)
+                self._thread.end_migration(self._migration)
                 return
         raise RelayBroken("its events ended before the request did")
 
-    def take_back(self) -> None:
+    def resume_locally(self) -> None:
         """Go on here; the pages that are still in the cache are found there."""
         outputs, handoff = self._relayed.outputs, self._relayed.handoff()
-        open_ = self._relayed.open
-        skip = _Skip(self._departed.sink, {output.index: len(output.token_ids) for output in outputs}, open_)
-        departed = self._departed._replace(outputs=outputs)
+        had = {output.index: len(output.token_ids) for output in outputs}
+        sink, open_ = self._migrated.sink, frozenset(self._relayed.open)
+
+        def skip(events: list[Event]) -> None:
+            """Leave out the events that the client has had."""
+            new = []
+            for event in events:
+                if event.index in open_ and had[event.index] and event.token_ids:
+                    had[event.index] -= len(event.token_ids)
+                elif event.index in open_:
+                    new.append(event)
+            if new:
+                sink(new)
+
+        migrated = self._migrated._replace(outputs=outputs)
         try:
-            self._thread.take_back(self._departure, departed, handoff, skip)
+            self._thread.resume_locally(self._migration, migrated, handoff, skip)
         except (RuntimeError, ValueError) as error:
             self.end("error", f"the request could not be moved, nor be taken back: {error}")
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Tell the client that nothing comes any more."""
-        self._thread.forget_departure(self._departure)
+        """Tell the client that nothing more comes."""
+        self._thread.end_migration(self._migration)
         now = self._thread.engine.now()
         events = [self._relayed.end(index, reason, now, error) for index in sorted(self._relayed.open)]
-        self._departed.sink(events)
+        self._migrated.sink(events)
         self._flush()
-
-
-class _Skip:
-    """A sink that leaves out what a client has had."""
-
-    def __init__(self, sink: Callable[[list[Event]], object], had: dict[int, int], open_: set[int]) -> None:
-        self._sink, self._had, self._open = sink, had, set(open_)
-
-    def __call__(self, events: list[Event]) -> None:
-        new = []
-        for event in events:
-            if event.index not in self._open:
-                continue
-            if self._had[event.index] and event.token_ids:
-                self._had[event.index] -= len(event.token_ids)
-            else:
-                new.append(event)
-        if new:
-            self._sink(new)

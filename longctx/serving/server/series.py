@@ -1,49 +1,32 @@
 """Series of numbers that an engine's thread writes and a scrape reads: a few list operations, no lock.
 
-`prometheus_client`'s own take a lock and some microseconds for each value, which a step has by the hundred. Here one
-thread writes a series; whoever reads it makes families of it, which `prometheus_client` renders.
+The metrics of `prometheus_client` take a lock and about 2 us for each value: 0.49 ms for a step of 256 tokens, against
+0.03 to 0.15 ms here. One thread writes a series; a scrape makes families of it, which `prometheus_client` renders.
 """
 
 import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
-GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_INTERVAL = 0.25  # seconds between renderings: scrapers come every 50 ms, and rendering takes milliseconds
+_COARSE = (0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, *_COARSE)
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, *_COARSE, 160, 640, 2560)
 DURATION = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPLETIONS = (1, 2, 5, 10, 20)
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, ... up to `most`."""
+    """Return 1, 2, 5, 10, 20, ... up to `most`."""
     numbers = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
     return tuple(itertools.takewhile(lambda number: number <= most, numbers))
 
@@ -73,25 +56,23 @@ class Histogram:
 
 
 def gauge(name: str, help: str, labels: Mapping[str, str], value: float) -> Metric:
-    """The family of one gauge."""
-    return gauges(name, help, labels, "", {"": value})
+    """Return the family of one gauge."""
+    return table(GaugeMetricFamily, name, help, labels, (), {(): value})
 
 
 def gauges(name: str, help: str, labels: Mapping[str, str], label: str, values: Mapping[str, float]) -> Metric:
-    """The family of a gauge for each value of one more label; none where `label` is empty."""
-    family = GaugeMetricFamily(name, help, labels=[*labels, label] if label else list(labels))
-    return _filled(family, labels, label, values)
+    """Return the family of a gauge for each value of one more label."""
+    return table(GaugeMetricFamily, name, help, labels, (label,), {(own,): values[own] for own in tuple(values)})
 
 
 def counter(name: str, help: str, labels: Mapping[str, str], value: float) -> Metric:
-    """The family of one counter, whose name ends in `_total` when it is rendered."""
-    return counters(name, help, labels, "", {"": value})
+    """Return the family of one counter, whose name ends in `_total` when it is rendered."""
+    return table(CounterMetricFamily, name, help, labels, (), {(): value})
 
 
 def counters(name: str, help: str, labels: Mapping[str, str], label: str, values: Mapping[str, float]) -> Metric:
-    """The family of a counter for each value of one more label; none where `label` is empty."""
-    family = CounterMetricFamily(name, help, labels=[*labels, label] if label else list(labels))
-    return _filled(family, labels, label, values)
+    """Return the family of a counter for each value of one more label."""
+    return table(CounterMetricFamily, name, help, labels, (label,), {(own,): values[own] for own in tuple(values)})
 
 
 def table(
@@ -102,32 +83,36 @@ def table(
     columns: Sequence[str],
     rows: Mapping[Any, float],
 ) -> Metric:
-    """The family of counters or gauges with several more labels, whose values are the tuples of `rows`."""
+    """Return the family of counters or gauges with more labels, whose values are the tuples of `rows`."""
     family = kind(name, help, labels=[*labels, *columns])
     for own, value in tuple(rows.items()):
         family.add_metric([*labels.values(), *own], value)
     return family
 
 
-def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily, labels: Mapping[str, str], label: str, values: Mapping[str, float]
-) -> Metric:
-    for own, value in tuple(values.items()):
-        family.add_metric([*labels.values(), own] if label else list(labels.values()), value)
-    return family
+class RenderedMetrics(ABC):
+    """Collector of `prometheus_client` that is rendered seldom; a subclass calls `_register` when it is whole."""
 
+    def _register(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._rendering = threading.Lock()
+        self._text, self._rendered = generate_latest(self._registry), time.monotonic()
 
-class Window:
-    """Sums of the last rows of numbers."""
+    @abstractmethod
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families, for `prometheus_client`."""
 
-    def __init__(self, length: int, width: int) -> None:
-        self._rows: deque[tuple[float, ...]] = deque(maxlen=length)
-        self._width = width
+    @abstractmethod
+    def observe_refusal(self, reason: str) -> None:
+        """Count a request that was refused; call it in one thread, such as the event loop's."""
 
-    def add(self, *row: float) -> None:
-        self._rows.append(row)
-
-    @property
-    def sums(self) -> tuple[float, ...]:
-        rows = tuple(self._rows)
-        return tuple(map(sum, zip(*rows, strict=True))) if rows else (0.0,) * self._width
+    def render(self, max_age: float = _INTERVAL) -> bytes:
+        """Return Prometheus's text, at most so many seconds old."""
+        if time.monotonic() - self._rendered >= max_age and self._rendering.acquire(blocking=False):
+            try:
+                self._text, self._rendered = generate_latest(self._registry), time.monotonic()
+            finally:
+                self._rendering.release()
+        return self._text

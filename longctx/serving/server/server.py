@@ -1,4 +1,4 @@
-"""`Server`: an engine in its thread, and what the app's routes share. It has no HTTP in it."""
+"""Server of one engine, which runs in a thread: the state that the app's routes share, without HTTP."""
 
 import asyncio
 import logging
@@ -8,26 +8,31 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from longctx.models.chat_template import ChatTemplate
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
+from longctx.serving.config import AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.kv_cache.connector import PATIENCE
-from longctx.serving.server.active_call import ActiveCall, Limits
+from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT
 from longctx.serving.server.caches import Caches
-from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.frontend import Backend, Frontend
+from longctx.serving.server.frontend import ActiveCall, Frontend
+from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.migration import Migration
-from longctx.serving.server.observers import Observers, ObserverSettings
-from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.server.read_call import Call, CallReader, CallRules, Kind, Origin, cache_named
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.observers import Observers
+from longctx.serving.server.request_parser import (
+    ChatFormat,
+    Kind,
+    Origin,
+    ParsedCall,
+    RequestParser,
+    cache_named,
+)
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 from longctx.serving.server.transfers import Received, Transfers
 
 logger = logging.getLogger(__name__)
 
 _WARMING_RETRY = 5.0
-_NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
 
 
 class Server(Frontend):
@@ -39,8 +44,8 @@ class Server(Frontend):
       limits: of admission. None: the default ones.
       chat_template: instead of the tokenizer's own.
       warm_up: is called with the engine before the first request, in another thread than the event loop's.
-      observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
-      make_transfers: makes what moves requests between this engine and others. None: they stay where they are.
+      observers: settings of metrics, events, logs and spans. None: metrics with names of our own alone.
+      make_transfers: makes the transfers of requests between this engine and others. None: requests stay.
 
     Attributes:
       instance: another one whenever a server starts.
@@ -63,25 +68,32 @@ class Server(Frontend):
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
         settings = settings or ServerSettings()
-        chat_format = ChatFormat(engine.tokenizer, chat_template)
-        reader = _make_reader(engine, chat_format, model_names, settings)
-        super().__init__(model_names, engine.tokenizer, chat_format, reader, settings)
+        parser = RequestParser(
+            engine.input_processor,
+            ChatFormat(engine.tokenizer, chat_template),
+            model_names,
+            settings,
+            engine.config,
+            engine.max_length,
+            engine.model.config.vocab_size,
+            engine.config.slo.per_token(engine.plan.stage).tpot,
+        )
+        super().__init__(parser, settings)
         self.engine, self.instance = engine, secrets.token_hex(8)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
+        self.backend, self.max_waiting = self.thread, self.thread.control.limits.max_waiting
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
         self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)
-        self.metrics.observe_caches(self.caches)
+        self.metrics.caches = self.caches
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
-            self.metrics.observe_transfers(self.transfers.counts, self.transfers.prefills)
+            self.metrics.transfers, self.metrics.prefills = self.transfers.counts, self.transfers.prefills
         self._warm_up = warm_up
         self.migration: Migration | None = None
 
-    # What routes do.
-
-    async def read(self, kind: Kind, body: bytes, origin: Origin) -> Call:
+    async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
         """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
         cache_id = cache_named(body)
         if cache_id is not None:
@@ -89,53 +101,35 @@ class Server(Frontend):
         call = await super().read(kind, body, origin)
         asked = self.engine.pages.ask_ahead(call.requests)
         if asked:
-            await asyncio.wait(map(asyncio.wrap_future, asked), timeout=PATIENCE)
+            await asyncio.wait(map(asyncio.wrap_future, asked), timeout=LOOKUP_TIMEOUT)
         return call
 
-    async def begin(
+    async def start_call(
         self,
         call_id: str,
         shown_id: str,
-        call: Call,
+        call: ParsedCall,
         arrival: float,
         headers: Mapping[str, str] | None = None,
         received: Received | None = None,
     ) -> ActiveCall:
-        """See `Frontend.begin`; the call is part of the trace that a header `traceparent` (W3C's) names."""
+        """Submit a call, see `Frontend.start_call`; in the trace that a header `traceparent` (W3C's) names."""
         traceparent = None if headers is None else headers.get("traceparent")
         if self.observers.tracing is not None and traceparent is not None:
             for prepared in call.requests:
                 self.observers.tracing.link(str(prepared.request.request_id), traceparent)
-        return await super().begin(call_id, shown_id, call, arrival, headers, received)
-
-    # How it is.
-
-    @property
-    def backend(self) -> Backend:
-        return self.thread
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.engine.config.max_running, self.thread.control.limits.max_waiting)
+        return await super().start_call(call_id, shown_id, call, arrival, headers, received)
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids that clients sent with those requests that have not ended."""
+        """Ids that clients sent with those requests that have not ended."""
         return [call.shown_id for call in self.calls.values()]
 
     def set_draining(self, is_draining: bool) -> None:
-        """Take no new requests from now on, or take some again. ApiError: the server shuts down."""
+        """Take no new requests from now on, or take some again; raise ApiError if the server shuts down."""
         if self.thread.is_draining and not is_draining:
             raise ApiError(409, "the server is shutting down", "drain", "shutting_down")
         self.is_draining = is_draining
-
-    @property
-    def max_length(self) -> int:
-        return self.engine.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.model.config.vocab_size
 
     def now(self) -> float:
         return self.engine.now()
@@ -173,14 +167,11 @@ class Server(Frontend):
             return f"a step has been running for {stalled:.0f} seconds"
         return None
 
-    # From start to end.
-
     def start(self) -> None:
         """Begin to warm up; call it in the event loop."""
         super().start()
-        assert self._deliveries is not None
         if self.transfers is not None:
-            self.migration = Migration(self.thread, self.transfers, self._deliveries)
+            self.migration = Migration(self.thread, self.transfers, self._flush)
         # A compilation can't be interrupted, and nothing is to wait for it at the end.
         threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
 
@@ -204,7 +195,7 @@ class Server(Frontend):
             self.transfers.close()
         self.observers.close()
 
-    def _takes_long(self, call: Call) -> bool:
+    def _takes_long(self, call: ParsedCall) -> bool:
         return any(prepared.request.ttft_deadline is not None for prepared in call.requests)  # looking ahead
 
     def _start_engine(self) -> None:
@@ -217,21 +208,3 @@ class Server(Frontend):
             self.warmed.set_exception(error)
         else:
             self.warmed.set_result(None)
-
-
-def _make_reader(
-    engine: Engine, chat_format: ChatFormat, model_names: tuple[str, ...], settings: ServerSettings
-) -> CallReader:
-    assert engine.tokenizer is not None
-    least = engine.config.slo.per_token(engine.plan.stage).tpot if settings.min_tpot is None else settings.min_tpot
-    rules = CallRules(
-        model_names,
-        engine.max_length,
-        engine.model.config.vocab_size,
-        settings.default_max_tokens,
-        settings.max_prompts,
-        settings.max_priority,
-        _NO_TARGET if least is None else least,
-        engine.config.prefix_cache,
-    )
-    return CallReader(engine.input_processor, engine.tokenizer, chat_format, rules)

@@ -3,23 +3,23 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from longctx.serving.request.output import Event
 
 Delivery = tuple[int, list[Event]]
-"""The number of a request among those of its call, and what a step brought it."""
+"""The number of a request among those of its call, and its events of a step."""
 
 
 class Stream:
-    """The events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
+    """Stream of the events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
 
     Args:
-      limit: deliveries that may wait for the reader; more of them make it overflow.
+      limit: dispatcher that may wait for the reader; more of them make it overflow.
       overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
 
     Attributes:
-      has_ended: the stream has overflowed, or nobody reads any more.
+      has_ended: the stream has overflowed, or is closed.
     """
 
     __slots__ = ("_is_nudged", "_is_silent", "_limit", "_overflow", "_waiter", "_waiting", "has_ended")
@@ -31,7 +31,7 @@ class Stream:
         self._is_silent = self._is_nudged = self.has_ended = False
 
     def add(self, delivery: Delivery) -> None:
-        """Hand over what has come."""
+        """Hand a delivery over to the reader."""
         if self.has_ended:
             return
         self._is_silent = False
@@ -43,14 +43,14 @@ class Stream:
         self._wake()
 
     def nudge(self) -> None:
-        """Let the reader take nothing, if nothing has come since the last call: it may want to say that it lives."""
+        """Let the reader take nothing, if nothing has come since the last call: it may then send a comment."""
         if self._is_silent:
             self._is_nudged = True
             self._wake()
         self._is_silent = True
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """End the stream, which has no reader any more."""
         self._waiting.clear()
         self.has_ended = True
 
@@ -69,8 +69,8 @@ class Stream:
             waiter.set_result(None)
 
 
-class Deliveries:
-    """What the engine's thread hands over to an event loop: appended one by one, taken with one wake-up a step.
+class EventDispatcher:
+    """Dispatcher of events from the engine's thread to an event loop, with one wake-up a step.
 
     Args:
       loop: in whose thread the streams are read.
@@ -82,7 +82,7 @@ class Deliveries:
         self._is_woken = False
 
     def sink(self, stream: Stream, number: int, is_whole: bool) -> Callable[[list[Event]], None]:
-        """What the engine's thread calls with the events of a call's request.
+        """Return the sink that the engine's thread calls with the events of a call's request.
 
         Args:
           is_whole: only ends count, since the client waits for the whole answer.
@@ -103,15 +103,11 @@ class Deliveries:
         """Wake the event loop, if there is something for it. Any thread may call it."""
         if self._queue and not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._is_woken = False  # before the queue is emptied, so that what comes later wakes it again
-        for stream, delivery in self._taken():
+        while self._queue:
+            stream, delivery = self._queue.popleft()
             stream.add(delivery)
-
-    def _taken(self) -> Iterator[tuple[Stream, Delivery]]:
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._queue.popleft()

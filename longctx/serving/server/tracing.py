@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: one for each completion, with child spans of its queueing, prefill and decodes.
+"""OpenTelemetry spans of requests, one for each completion, with child spans of its queueing, prefill and decodes.
 
 Attributes are those of OpenTelemetry's conventions for generative AI where they have a name for them. Spans are made
 when a completion has ended, of the times that the engine noted.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longctx import __version__, extras
-from longctx.serving.request.output import Metrics, Output
+from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 _PARENTS = 10_000  # traces of requests that are remembered: more than there ever are at a time
@@ -26,7 +26,7 @@ class Tracing:
 
     Args:
       exporter: an OpenTelemetry `SpanExporter`, such as `otlp_exporter` makes.
-      model_name: what clients call the model.
+      model_name: by which clients call the model.
       clock: the engine's, in whose seconds metrics are.
 
     Raises:
@@ -50,13 +50,13 @@ class Tracing:
         self._parents: OrderedDict[str, Any] = OrderedDict()
 
     def link(self, request_id: str, traceparent: str) -> None:
-        """Let the spans of a request that is about to begin be part of a trace, by W3C's header `traceparent`."""
+        """Make the spans of a request part of a trace, by W3C's header `traceparent`."""
         self._parents[request_id] = self._extract({"traceparent": traceparent})
         if len(self._parents) > _PARENTS:
             self._parents.popitem(last=False)
 
     def note(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
+        """Make the spans of a completion that has ended."""
         metrics = output.metrics
         end = metrics.arrival if metrics.finished is None else metrics.finished
         root = self._tracer.start_span(
@@ -78,11 +78,11 @@ class Tracing:
         root.end(self._nanoseconds(end))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans, and end."""
         self._provider.shutdown()
 
     def _nanoseconds(self, seconds: float) -> int:
-        """Since 1970, of a time of the engine's clock."""
+        """Return nanoseconds since 1970 of a time of the engine's clock."""
         return int((self._offset + seconds) * 1e9)
 
     def _attributes(self, output: Output, request: Request) -> dict[str, Any]:
@@ -99,24 +99,18 @@ class Tracing:
             "gen_ai.usage.input_tokens": metrics.prompt_tokens,
             "gen_ai.usage.output_tokens": metrics.output_tokens,
             "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
+            # Seconds, by vLLM's names.
+            "gen_ai.latency.time_to_first_token": metrics.ttft,
+            "gen_ai.latency.time_in_queue": None if metrics.admitted is None else metrics.admitted - metrics.arrival,
+            "gen_ai.latency.e2e": None if metrics.finished is None else metrics.finished - metrics.arrival,
             "longctx.completion": output.index,
             "longctx.preemptions": metrics.preemptions,
         }
-        return attributes | _latencies(metrics)
-
-
-def _latencies(metrics: Metrics) -> dict[str, float]:
-    """Seconds, as vLLM names them, of what is known."""
-    latencies = {
-        "gen_ai.latency.time_to_first_token": metrics.ttft,
-        "gen_ai.latency.time_in_queue": None if metrics.admitted is None else metrics.admitted - metrics.arrival,
-        "gen_ai.latency.e2e": None if metrics.finished is None else metrics.finished - metrics.arrival,
-    }
-    return {name: seconds for name, seconds in latencies.items() if seconds is not None}
+        return {name: value for name, value in attributes.items() if value is not None}
 
 
 def otlp_exporter(endpoint: str) -> Any:
-    """What sends spans to a collector over HTTP, such as "http://localhost:4318/v1/traces".
+    """Return an exporter of spans to a collector over HTTP, such as "http://localhost:4318/v1/traces".
 
     Raises:
       ValueError: the endpoint is no HTTP address; or, as MissingExtra, OpenTelemetry's exporter is not installed.

@@ -1,97 +1,52 @@
-"""What a server asks of whatever moves requests and their pages between engines: a Protocol, as HTTP knows no engine.
+"""Transfers of requests and their pages between engines, as HTTP routes use them: prefill and decode apart.
+
+Source: Mooncake, section 3.
 
 The fields of `kv_transfer_params` are those that vLLM's routers and llm-d's sidecar carry from the answer of a prefill
 to the request of its decode: docs/kv_transfer.md.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Protocol, runtime_checkable
 
 from longctx.serving.engine.thread import Received as Received
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.kv_metrics import TransferCounts
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.request_parser import ParsedCall
+from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
 
 
-class PagePrefix(BaseModel):
-    """A server that has or reads the first tokens of a prompt.
+@runtime_checkable
+class TransferCounts(Protocol):
+    """Counts of the transfers of one direction since the start: how they ended, and how much they moved."""
 
-    Attributes:
-      url: of its HTTP.
-      tokens: how many; None: all full pages before the prompt's last token.
-      seconds: predicted until it has read them; None: nobody knows.
-    """
+    bytes: int
+    blocks: int
+    strangers: int
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    url: Annotated[str, Field(max_length=2048)]
-    tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return self.model_dump(exclude_none=True)
-
-
-class Prefill(BaseModel):
-    """Who reads the prompt of a request that another server sends.
-
-    Attributes:
-      url: of that server; None: this one.
-      prefix: from where whoever reads it gets the first pages; None: it has or computes them.
-      seconds: predicted until it has been read; None: nobody knows.
-    """
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    url: Annotated[str, Field(max_length=2048)] | None = None
-    prefix: PagePrefix | None = None
-    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
-
-
-class TransferParams(BaseModel):
-    """`kv_transfer_params` of a body. Fields that are not here are those of other engines.
-
-    Attributes:
-      remote_followers: `host:port` where the other processes of that engine send their parts of the pages.
-      kv_dtype: of keys and values in the pages.
-      prefix: from where the first pages of the prompt come.
-      is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
-    """
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    do_remote_decode: bool | None = None
-    do_remote_prefill: bool | None = None
-    remote_engine_id: str | None = None
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_followers: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=1023)] = []
-    lease: str | None = None
-    fingerprint: str | None = None
-    kv_dtype: Annotated[str, Field(max_length=40)] | None = None
-    handoff: dict[str, Any] | None = None
-    prefix: PagePrefix | None = None
-    is_cached: bool | None = None
+    @property
+    def outcomes(self) -> Mapping[Any, int]:
+        """Number of transfers that ended in each way."""
+        ...
 
 
 @runtime_checkable
 class Transfers(Protocol):
-    """Moves requests. All methods may be called in the event loop: none waits."""
+    """Movement of requests between engines. All methods may be called in the event loop: none waits."""
 
     def lease(self, wanted: str | None) -> str:
-        """The id of a new lease: the one that a peer wants, if it may; else a random one."""
+        """Return the id of a new lease: the one that a peer wants, if it may; else a random one."""
         ...
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """`kv_transfer_params` of the answer of a request with a lease, by whose outputs another engine goes on."""
+        """Return `kv_transfer_params` of a request with a lease, by whose outputs another engine goes on."""
         ...
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
-        """What was sent along with a request.
+        """Return what was sent along with a request.
 
         Raises:
           ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
@@ -106,15 +61,15 @@ class Transfers(Protocol):
         prepared: PreparedRequest,
         headers: Mapping[str, str],
     ) -> Received | None:
-        """What a request that another server sends begins with; None: with nothing.
+        """Return what a request that another server sends begins with; None: with nothing.
 
         Args:
           params: what has been computed of it; without leases, no pages come with it.
-          prefill: who reads its prompt, where no pages come with it.
-          headers: of the request; those that say who sends it go along.
+          prefill: the server that reads its prompt, where no pages come with it.
+          headers: of the request; those that identify the sender are passed on.
 
         Raises:
-          ApiError: as from `receive`, or nobody may be asked there.
+          ApiError: as from `receive`, or requests may not be sent there.
         """
         ...
 
@@ -128,10 +83,10 @@ class Transfers(Protocol):
         ...
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
-        """A request that reads a prompt whose full pages are all here, before others of its urgency.
+        """Return a request that reads a prompt whose full pages are all here, before others of its urgency.
 
         Raises:
-          ApiError: they are not: whoever wants them had better compute them.
+          ApiError: they are not: it is cheaper to compute them elsewhere.
         """
         ...
 
@@ -139,21 +94,21 @@ class Transfers(Protocol):
         """Have another server read the prompt of an ordinary request, and what it waits for; None: it is read here.
 
         Args:
-          headers: of the request; those that say who sends it go along.
+          headers: of the request; those that identify the sender are passed on.
         """
         ...
 
     def check_peer(self, host: str) -> None:
-        """ApiError, unless requests may be moved to this host."""
+        """Raise ApiError, unless requests may be moved to this host."""
         ...
 
     def release(self, handoff: Handoff) -> None:
-        """Nobody needs the pages any more that are kept for a request which has left."""
+        """Release the pages that are kept for a request which has left."""
         ...
 
     @property
     def counts(self) -> Mapping[str, TransferCounts]:
-        """Of transfers `"sent"` and `"received"`, for metrics."""
+        """Counts of transfers `"sent"` and `"received"`, for metrics."""
         ...
 
     @property
@@ -162,9 +117,59 @@ class Transfers(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """What others have to know to fetch pages from here, for `/server_info`."""
+        """Return what other servers need to fetch pages from here, for `/server_info`."""
         ...
 
     def close(self) -> None:
         """End all transfers."""
         ...
+
+
+_NO_TRANSFERS = "this server moves no requests: engines do that are started with --role prefill, decode or both"
+
+
+def begin_transfer(
+    transfers: Transfers | None, call: ParsedCall, headers: Mapping[str, str], is_admin: bool
+) -> tuple[ParsedCall, Received | None]:
+    """Return a call as the engine gets it: with a lease if another engine decodes, and what it receives.
+
+    Args:
+      headers: of the request.
+      is_admin: whether an administrator sends it: others may not name a server that has a prefix.
+
+    Raises:
+      ApiError: `kv_transfer_params` can't be followed.
+    """
+    params = call.body.kv_transfer_params
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill or params.prefix):
+        if transfers is None or len(call.requests) != 1:
+            return call, None
+        return call, transfers.dispatch(call.requests[0], headers)
+    name = "kv_transfer_params"
+    if transfers is None:
+        raise ApiError(400, f"{name} can't be followed: {_NO_TRANSFERS}", name)
+    if len(call.requests) != 1:
+        raise ApiError(400, f"{name} needs one prompt, got {len(call.requests)}", name)
+    prepared = call.requests[0]
+    if (params.prefix is not None or params.is_cached) and not is_admin:
+        message = f"{name} with prefix or is_cached needs the key of an administrator"
+        raise ApiError(403, message, name, "admin_key_needed")
+    received = None
+    if params.do_remote_prefill:
+        received = transfers.receive(params, prepared)
+    elif params.prefix is not None:
+        received = transfers.fetch_prefix(params.prefix, prepared, headers)
+    if params.do_remote_decode:
+        if call.body.stream:
+            raise ApiError(400, f"{name} with do_remote_decode needs stream: false: its answer has them too", name)
+        prepared = transfers.lend(prepared) if params.is_cached else prepared
+        request = dataclasses.replace(prepared.request, lease=transfers.lease(params.lease))
+        call = call._replace(requests=[prepared._replace(request=request)])
+    return call, received
+
+
+def response_params(transfers: Transfers | None, call: ParsedCall, outputs: Mapping[tuple[int, int], Output]) -> Any:
+    """Return `kv_transfer_params` of the answer of a call with a lease; None: it has none."""
+    if transfers is None or call.requests[0].request.lease is None:
+        return None
+    return transfers.params([outputs[key] for key in sorted(outputs)])

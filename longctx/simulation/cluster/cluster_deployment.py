@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence as List
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.config import LlamaConfig
-from longctx.models.footprint import check_kv_dtype
+from longctx.models.validation import check_kv_dtype
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig

@@ -4,8 +4,9 @@ import functools
 import sys
 from dataclasses import dataclass, field
 
+from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.conductor.instance import ROLES, Costs, InstanceSpec, Role
+from longctx.cluster.conductor.instance import Costs, InstanceSpec
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
 from longctx.parallel.topology import Topology

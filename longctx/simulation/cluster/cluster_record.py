@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.cluster.conductor.request import Assignment, Bound
 from longctx.simulation.record import Record, Served
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.config import Role
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, RoleAt
 from longctx.simulation.cluster.dispatch import ActiveRequest, Cluster

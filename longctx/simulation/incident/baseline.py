@@ -114,7 +114,7 @@ class Baseline:
                 if not self.decisions_until:
                     self.start = moment.now
                 self.decisions_until.append(len(self.decisions))
-                is_open = moment.ended is not None and bool(self.replayer.engine.open)
+                is_open = moment.ended is not None and bool(self.replayer.engine.requests)
                 ended = moment.ended.finished if moment.ended is not None and is_open else None
             if moment.ended is not None:
                 self.durations[moment.ended.batch.index] = moment.ended.duration

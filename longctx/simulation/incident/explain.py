@@ -82,9 +82,9 @@ class Explainer:
     def _prepare(self, now: float) -> None:
         """Before a step is planned: find the sequence, and what its order is."""
         if self.sequence is None:
-            sequences = self.replayer.engine.open.get(self.request_id, [])
-            if self._completion < len(sequences):
-                self.sequence = sequences[self._completion]
+            request = self.replayer.engine.requests.get(self.request_id)
+            if request is not None and self._completion < request.num_completions:
+                self.sequence = request.sequences[self._completion]
         if self.sequence is None or self.sequence.state in (State.DECODING, State.FINISHED):
             return
         scheduler = self.replayer.engine.core.scheduler

@@ -9,16 +9,17 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import numpy as np
 
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.orders import Arrival, Cancel
+from longctx.serving.distributed.orders import DecisionLog, RequestUpdate
+from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.input_processor import SequenceMaker
-from longctx.serving.engine.ordered_core import OrderedCore
-from longctx.serving.engine.run_step import DecisionLog
 from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
@@ -161,17 +162,18 @@ class RecordedSessions(Sessions):
 
 
 class Rebuilt:
-    """The core of a recorded engine, which hears of requests by their records.
+    """Core of a recorded engine, which requests enter by their records.
 
     Args:
       config, num_pages: other ones than the header's.
       predictor, policy: must be given if the engine had custom ones, which a log does not hold.
       contents: of its requests, if they are known already.
       outcomes, seconds, speed: see `ReplayExecutor`.
-      logs: hear of the decisions.
+      logs: receive the decisions.
 
     Attributes:
       predictor: before correction.
+      requests: that have not ended, by id.
       orders: the number of the last sequence of each request's id and completion.
 
     Raises:
@@ -218,12 +220,11 @@ class Rebuilt:
         self._build()
         self.orders: dict[tuple[str, int], int] = {}
         self._names: dict[str, str] = {}  # of the last request of each recorded id
-        self._arrived: Arrived | None = None
 
     def _build(self) -> None:
         """A core that knows nothing."""
         header, plan = self._header, self._header.plan
-        self.core, *_ = build_core(
+        self.core, input_processor, _ = build_core(
             header.model,
             self._config,
             plan,
@@ -236,8 +237,8 @@ class Rebuilt:
         self.core.sessions = self._sessions
         self.core.page_hash = self._page_hash if self._config.prefix_cache else None
         self.executor = self._make_executor()
-        queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
-        self._ordered = OrderedCore(self.core, queue, self._make, self._logs)
+        self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
+        self.requests = ActiveRequests(self.core, input_processor, self._maker, self.executor, note=self._note)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Begin anew, with what an engine knew.
@@ -248,12 +249,7 @@ class Rebuilt:
         self._build()
         self.executor.now = snapshot.now
         for batch in restore_snapshot(self.core, snapshot):
-            self._ordered.queue.submit(batch)
-
-    @property
-    def open(self) -> dict[str, list[Sequence]]:
-        """The sequences of requests that have not ended, by their ids."""
-        return self._ordered.open
+            self._queue.submit(batch)
 
     def arrive(self, arrived: Arrived) -> None:
         """Let a request enter.
@@ -269,13 +265,12 @@ class Rebuilt:
         if arrived.num_prompt + arrived.max_tokens > self._max_length:
             raise ValueError(f"request {arrived.request_id!r} is longer than the longest sequence, which is damage")
         try:
-            self.core.scheduler.check(arrived.num_prompt, arrived.max_tokens)
+            self.core.scheduler.planner.check(arrived.num_prompt, arrived.max_tokens)
         except ValueError as error:
             raise ValueError(f"num_pages is too small for request {arrived.request_id!r}: {error}") from None
-        self._arrived = arrived
         # Under other settings the last request of this id may not have ended.
         name = arrived.request_id
-        if name in self.open:
+        if name in self.requests:
             name = f"{name} (sequence {self._num_sequences})"
         self._names[arrived.request_id] = name
         sampling = SamplingParams(
@@ -299,40 +294,48 @@ class Rebuilt:
             lease=arrived.lease,
             shares_pages=arrived.shares_pages,
         )
-        self._ordered.hear(Arrival(request, name, arrived.now, arrived.available))
+        self._enter(request, arrived, name)
 
     def cancel(self, cancelled: Cancelled) -> list[Event]:
         """End a request, if it has not ended."""
-        name = self._names.get(cancelled.request_id, "")
-        return self._ordered.hear(Cancel(name, cancelled.lease)) if name in self.open else []
+        request = self.requests.get(self._names.get(cancelled.request_id, ""))
+        if request is None:
+            return []
+        events: list[Event] = []
+        request.deliver = lambda _, event: events.append(event)
+        self.requests.leave(request, cancelled.lease)
+        return events
 
     def end_load(self, record: LoadEnded) -> None:
-        """End a load, if somebody waits for it."""
-        self._ordered.hear(Loaded(record.name, record.num_pages, record.seconds))
+        """End a load, if a sequence waits for it."""
+        self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
 
     def step(self, now: float) -> EndedStep | None:
         """See `run_step`."""
-        return self._ordered.step(now)
+        return run_step(self.core, self._queue, now, self._logs)
 
     def end(self, step: EndedStep) -> list[Event]:
         """See `Core.end`."""
-        return self._ordered.end(step, step.finished, step.seconds)
+        events = self.core.end(step.batch, step.results, step.finished, step.seconds)
+        self.requests.deliver(events)
+        return events
 
-    def _make(self, arrival: Arrival) -> list[Sequence]:
-        arrived, contents, first = self._arrived, self.contents, self._num_sequences
-        assert arrived is not None
-        keys = split_keys(arrived.keys)
+    def _enter(self, request: Request, arrived: Arrived, name: str) -> None:
+        contents, first, keys = self.contents, self._num_sequences, split_keys(arrived.keys)
         page = arrived.partial_page
         contents.found[first] = None if page is None else PartialPage(*page)
         for order in range(first, first + arrived.num_completions):
             contents.keys.setdefault(order, list(keys))
         tokens = np.zeros(arrived.num_prompt, np.int32)
         tokens[0] = first
-        prepared = PreparedRequest(arrival.request, tokens, keys, b"")
-        sequences = self._maker.make(prepared, arrival.request_id, arrival.now)
-        for index, sequence in enumerate(sequences):
-            self.orders[arrival.request_id, index] = sequence.order
+        prepared = PreparedRequest(request, tokens, keys, b"")
+        self.requests.repeat(prepared, name, arrived.now, arrived.available)
+
+    def _note(self, update: RequestUpdate, sequences: List[Sequence]) -> None:
+        """Number sequences that are about to be added to the core."""
+        for sequence in sequences:
+            completion = completion_of(sequence)
+            self.orders[completion.request_id, completion.index] = sequence.order
             assert sequence.order == self._num_sequences
-            completion_of(sequence).known[0] = sequence.order
+            completion.known[0] = sequence.order
             self._num_sequences += 1
-        return sequences

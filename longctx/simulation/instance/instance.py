@@ -6,10 +6,10 @@ from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.build import build_core
-from longctx.serving.engine.core import Core
+from longctx.serving.engine.core import Core, begin_steps, end_step, run_step
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
-from longctx.serving.engine.run_step import DecisionLog, begin_steps, end_step, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.parallel_plan import ParallelPlan
@@ -183,7 +183,7 @@ class Instance:
             return  # as a longer one was
         if request.length > self._max_length:
             raise ValueError(f"has {request.length} tokens, more than the {self._max_length} of the longest")
-        self._core.scheduler.check(request.prompt_tokens, request.output_tokens)
+        self._core.scheduler.planner.check(request.prompt_tokens, request.output_tokens)
         self._checked = request.length
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:

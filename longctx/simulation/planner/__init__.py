@@ -1,1 +1,1 @@
-"""Plans for a model on so many devices: which meet a target, what they cost, and why others do not. It loads no JAX."""
+"""Search of parallel plans for a model: those that meet a target, their cost, and the limit that others miss."""

@@ -1,4 +1,4 @@
-"""What one long prompt takes on a plan, chunk by chunk, while another request decodes; by arithmetic, in milliseconds.
+"""Times of one long prompt on a plan, chunk by chunk, while another request decodes; by arithmetic.
 
 The chunks are those that the scheduler gives: as large as keeps the decodes' TPOT, but no smaller than is efficient.
 
@@ -8,11 +8,8 @@ Source: Mnemosyne, 4.2 (adaptive chunks), 4.3 (a token takes a step in each stag
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import NamedTuple
 
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import EFFICIENT, Chunking, limit_of_rank, smallest_chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.forecast import PromptTime
@@ -24,7 +21,7 @@ POSITIONS = 32  # in which steps of a long prompt are looked at; between two of 
 
 
 class Prompt(NamedTuple):
-    """What a long prompt takes, as `evaluate` predicts it.
+    """Latencies and chunks of a long prompt, as `evaluate` predicts them.
 
     Attributes:
       ttft: seconds to the first token.
@@ -49,30 +46,13 @@ class Prompt(NamedTuple):
     steps: int
 
 
-@dataclasses.dataclass(frozen=True)
 class PromptPredictor:
-    """Predicts a prompt on an instance of a deployment."""
+    """Predicts a prompt on an instance of a deployment, in steps as full as chunking allows."""
 
-    deployment: Deployment
-
-    @cached_property
-    def _predictor(self) -> Predictor:
-        return self.deployment.predictor()
-
-    @property
-    def _plan(self) -> ParallelPlan:
-        return self.deployment.plan
-
-    @cached_property
-    def _chunking(self) -> Chunking:
-        config = self.deployment.config
-        return Chunking.parse(config.chunking, config.token_budget, config.max_running)
-
-    @cached_property
-    def _time(self) -> PromptTime:
-        """Of steps as full as chunking allows."""
-        config, plan, predictor, chunking = self.deployment.config, self._plan, self._predictor, self._chunking
-        most = config.longest_sequence(self.deployment.model.max_positions)
+    def __init__(self, deployment: Deployment) -> None:
+        config, plan, predictor = deployment.config, deployment.plan, deployment.predictor()
+        chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
+        most = config.longest_sequence(deployment.model.max_positions)
         placer = plan.placer(
             config.page_size,
             config.token_budget,
@@ -80,11 +60,13 @@ class PromptPredictor:
         )
         link, buckets = getattr(predictor, "exchange", None), config.sharded_buckets
         rule = ExchangeRule(plan, chunking.tokens, config.page_size, predictor, link, buckets=buckets)
-        rank_tokens = self.deployment.num_pages * config.page_size
-        return PromptTime(predictor, rule, placer, chunking.tokens, config.page_size, rank_tokens)
+        rank_tokens = deployment.num_pages * config.page_size
+        self.deployment = deployment
+        self._plan, self._predictor, self._chunking = plan, predictor, chunking
+        self._time = PromptTime(predictor, rule, placer, chunking.tokens, config.page_size, rank_tokens)
 
     def predict(self, length: int, output_tokens: int = 1) -> Prompt:
-        """A prompt of `length` tokens, whose last output token comes after `output_tokens - 1` more."""
+        """Predict a prompt of `length` tokens, whose last output token comes after `output_tokens - 1` more."""
         stages = self._plan.stage
         tpot = self.deployment.config.slo.per_token(stages).tpot
         places = [length * at // POSITIONS for at in range(POSITIONS)] + [length]
@@ -104,7 +86,7 @@ class PromptPredictor:
         return Prompt(ttft, decode, beside, min(chunks), max(chunks), math.ceil(count) + stages - 1)
 
     def _step(self, start: int, stop: int, tpot: float | None) -> tuple[int, float]:
-        """The tokens and the seconds of the step at a position."""
+        """Return the tokens and the seconds of the step at a position."""
         tokens, seconds = self._time.next_step(start, stop, tpot)
         if not self._chunking.adaptive or tpot is None or seconds <= tpot / self._plan.stage:
             return tokens, seconds
@@ -132,7 +114,7 @@ class PromptPredictor:
 
 
 def _integral(places: list[int], values: list[float]) -> float:
-    """Of what is linear between places."""
+    """Integrate what is linear between places."""
     parts = zip(places, places[1:], values, values[1:], strict=False)
     return sum((stop - start) * (one + other) / 2 for start, stop, one, other in parts)
 
@@ -144,7 +126,7 @@ def simulate_prompt(
     steps: int,
     progress: Callable[[Record], object] | None = None,
 ) -> Prompt:
-    """What the serving core does with such a prompt in virtual time, beside a request that decodes all the while.
+    """Run such a prompt on the serving core in virtual time, beside a request that decodes all the while.
 
     Args:
       steps: of the prompt, about.

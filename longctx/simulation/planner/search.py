@@ -27,7 +27,7 @@ _PAGE, _RUNNING = 64, 64
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What a plan is for: a request of `context` tokens, while others decode.
+    """Target of a plan: a request of `context` tokens, while others decode.
 
     Attributes:
       context: tokens of the prompt.
@@ -58,7 +58,7 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan, and what it is predicted to do.
+    """A plan that meets a goal, with its predicted latency, memory and cost.
 
     Attributes:
       deployment: as many instances as there are devices for.
@@ -92,7 +92,7 @@ class Planned:
         return self.deployment.plan.num_devices
 
 
-class Fallen(NamedTuple):
+class RejectedPlan(NamedTuple):
     """A plan that misses the goal.
 
     Attributes:
@@ -106,10 +106,10 @@ class Fallen(NamedTuple):
       >>> from longctx.parallel import Topology
       >>> from longctx.serving import ParallelPlan
       >>> from longctx.simulation.models import MODELS
-      >>> from longctx.simulation.planner.search import Fallen, Goal, evaluate
+      >>> from longctx.simulation.planner.search import RejectedPlan, Goal, evaluate
       >>> goal, topology = Goal(context=1_000_000, ttft=120, tpot=0.03), Topology.preset("h100-nvlink")
-      >>> fallen = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=1), "adaptive", 4096)
-      >>> isinstance(fallen, Fallen), fallen.reason
+      >>> rejected = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=1), "adaptive", 4096)
+      >>> isinstance(rejected, RejectedPlan), rejected.reason
       (True, 'memory')
     """
 
@@ -120,12 +120,12 @@ class Fallen(NamedTuple):
     excess: float
 
 
-class Found(NamedTuple):
-    """What a search has found.
+class SearchResult(NamedTuple):
+    """Plans that a search has looked at.
 
     Attributes:
       plans: those that meet the goal, the cheapest first.
-      fallen: those that do not, the nearest first.
+      rejected: those that do not, the nearest first.
 
     Examples:
       >>> from longctx.parallel import Topology
@@ -138,7 +138,7 @@ class Found(NamedTuple):
     """
 
     plans: list[Planned]
-    fallen: list[Fallen]
+    rejected: list[RejectedPlan]
 
 
 def search(
@@ -149,7 +149,7 @@ def search(
     host_gpus: int = 8,
     progress: Callable[[int], object] | None = None,
     kv_dtype: str | None = None,
-) -> Found:
+) -> SearchResult:
     """Search the plans of a model on up to `gpus` devices for those that meet a goal with the fewest GPU-seconds.
 
     A plan may use fewer devices, and then there are more instances of it.
@@ -164,7 +164,7 @@ def search(
       kv_dtype: of the cache, as of `EngineConfig`.
 
     Returns:
-      All plans that were looked at: those that meet the goal, and those that fall.
+      All plans that were looked at: those that meet the goal, and those that do not.
 
     Raises:
       ValueError: a number is out of range, or no layout suits the model.
@@ -192,14 +192,14 @@ def search(
     if not plans:
         raise ValueError(f"gpus must be enough for one layout of the model, got {gpus}")
     good: list[Planned] = []
-    fallen: list[Fallen] = []
+    rejected: list[RejectedPlan] = []
 
     def look(plan: ParallelPlan, chunking: str, budget: int) -> None:
         result = evaluate(model, topology, gpus, goal, plan, chunking, budget, kv_dtype)
         if isinstance(result, Planned):
             good.append(result)
         else:
-            fallen.append(result)
+            rejected.append(result)
 
     for number, plan in enumerate(plans):
         look(plan, *_FIRST)
@@ -209,14 +209,14 @@ def search(
     ways += [(chunking, int(chunking.partition(":")[2])) for chunking in CHUNKS[1:]]
     best = [planned.deployment.plan for planned in sorted(good, key=_cost)[:_REFINED]]
     if not best:  # one that just misses may do with other chunks
-        missed = sorted((each for each in fallen if each.reason in ("TTFT", "TPOT")), key=lambda each: each.excess)
+        missed = sorted((each for each in rejected if each.reason in ("TTFT", "TPOT")), key=lambda each: each.excess)
         best = [each.plan for each in missed[:_REFINED]]
     tasks = [(plan, *way) for plan in best for way in ways]
     for number, task in enumerate(tasks):
         look(*task)
         if progress is not None:
             progress(len(tasks) - number - 1)
-    return Found(sorted(good, key=_cost), sorted(fallen, key=lambda each: each.excess))
+    return SearchResult(sorted(good, key=_cost), sorted(rejected, key=lambda each: each.excess))
 
 
 def _cost(planned: Planned) -> tuple[float, float]:
@@ -264,7 +264,7 @@ def evaluate(
     chunking: str,
     budget: int,
     kv_dtype: str | None = None,
-) -> Planned | Fallen:
+) -> Planned | RejectedPlan:
     """Predict what a plan does with one long prompt while another request decodes.
 
     Args:
@@ -278,7 +278,7 @@ def evaluate(
       kv_dtype: of the cache, as of `EngineConfig`.
 
     Returns:
-      A `Planned`, or a `Fallen` that says why the goal is missed.
+      A `Planned`, or a `RejectedPlan` with the limit that is missed.
 
     Raises:
       ValueError: the plan doesn't suit the model.
@@ -296,12 +296,12 @@ def evaluate(
     try:
         topology.check(**{axis: getattr(plan, axis) for axis in AXES})
     except ValueError as error:
-        return Fallen(plan, chunking, "link", str(error), math.inf)
+        return RejectedPlan(plan, chunking, "link", str(error), math.inf)
     length = goal.context + goal.output_tokens
     memory = utilization.device_memory(model, plan, topology.device, length, budget, kv_dtype=kv_dtype)
     if not memory.fits:
         text = f"{memory.total / 1e9:,.0f} GB on each device, of {memory.usable / 1e9:.0f}"
-        return Fallen(plan, chunking, "memory", text, memory.total / memory.usable)
+        return RejectedPlan(plan, chunking, "memory", text, memory.total / memory.usable)
     config = EngineConfig(
         page_size=_PAGE,
         max_running=_RUNNING,
@@ -312,14 +312,15 @@ def evaluate(
         kv_dtype=kv_dtype,
     )
     deployment = Deployment(model, topology, plan, config, gpus // plan.num_devices)
-    prompt = PromptPredictor(deployment).predict(goal.context, goal.output_tokens)
-    fallen = _why(goal, prompt)
-    if fallen is not None:
-        reason, text, excess = fallen
-        free = dataclasses.replace(topology, links=dict.fromkeys(AXES, _FREE))
-        if plan.num_devices > 1 and _why(goal, _predict(dataclasses.replace(deployment, topology=free), goal)) is None:
-            reason, text = "link", f"{text}; it would do without exchanges"
-        return Fallen(plan, chunking, reason, text, excess)
+    prompt = _predict(deployment, goal)
+    missed = _missed(goal, prompt)
+    if missed is not None:
+        reason, text, excess = missed
+        if plan.num_devices > 1:
+            free = dataclasses.replace(topology, links=dict.fromkeys(AXES, _FREE))
+            if _missed(goal, _predict(dataclasses.replace(deployment, topology=free), goal)) is None:
+                reason, text = "link", f"{text}; it would do without exchanges"
+        return RejectedPlan(plan, chunking, reason, text, excess)
     return Planned(
         deployment,
         prompt,
@@ -337,8 +338,8 @@ def _predict(deployment: Deployment, goal: Goal) -> Prompt:
     return PromptPredictor(deployment).predict(goal.context, goal.output_tokens)
 
 
-def _why(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
-    """Why a prompt does not meet a goal, in words, and by which factor; None: it does."""
+def _missed(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
+    """Return the limit that a prompt misses, in words, and by which factor; None if it meets the goal."""
     if prompt.tpot > goal.tpot:
         return "TPOT", f"{1e3 * prompt.tpot:.1f} ms a token after the prompt", prompt.tpot / goal.tpot
     if prompt.beside > goal.tpot * (1 + 1e-9):
@@ -350,7 +351,7 @@ def _why(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
 
 
 def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
-    """MFU of a prompt of so many tokens in so many seconds, causal pairs counted once."""
+    """Compute the MFU of a prompt, causal pairs counted once."""
     totals = utilization.Totals(rows=tokens, samples=1, pairs=tokens * (tokens + 1) // 2)
     devices = deployment.plan.num_devices
     return utilization.mfu(deployment.model, totals, deployment.topology.device, devices, seconds)

@@ -1,1 +1,1 @@
-"""What a simulated or served workload came to: tables, drawings, files of other tools' forms."""
+"""Reports of simulated and served workloads: tables, drawings, and files for other tools."""

@@ -1,14 +1,12 @@
 """Reports of simulated clusters: summary, table, JSON and drawing."""
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longctx.plotting import drawing, save, save_both, style, to_svg
+from longctx.plotting import drawing
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.reports.deployment_plots import DRAWING
 from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
 
@@ -112,25 +110,8 @@ def details(record: ClusterRecord) -> dict[str, Any]:
     }
 
 
-def plot_cluster(record: ClusterRecord, ttft: float, tpot: float, path: Path) -> None:
-    """Write a drawing, as PNG or SVG by the path's suffix: TTFT, time between tokens, loads, what was found and moved.
-
-    Args:
-      ttft, tpot: the SLOs, in seconds.
-    """
-    with style():
-        save(_draw(record, ttft, tpot), path)
-
-
-def write_cluster(record: ClusterRecord, ttft: float, tpot: float, folder: Path) -> str:
-    """Write the drawing of `plot_cluster` as `drawing.svg` and `drawing.png`; what the first has."""
-    with style():
-        figure = _draw(record, ttft, tpot)
-        save_both(figure, folder, DRAWING)
-        return to_svg(figure)
-
-
-def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
+def draw_cluster(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
+    """Draw TTFT and time between tokens beside their SLOs, in seconds; loads of the pools; and predicted TTFTs."""
     figure, _ = drawing(0, 10, 6.8)
     axes = list(figure.subplots(2, 2).flat)
     tpots = [each.tpot for each in record.served if each.tpot is not None]

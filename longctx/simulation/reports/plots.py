@@ -1,56 +1,70 @@
-"""Plots of a served workload, with matplotlib (extra `plot`), which is imported only to draw."""
+"""Drawings of served workloads, simulated deployments and sweeps, with matplotlib, which is imported only to draw."""
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx import extras
-from longctx.plotting import COLORS, drawing, save, style
+from longctx.plotting import COLORS, MARKERS, can_draw, drawing, save, save_both, style, to_svg
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.simulation.record import Record
+from longctx.simulation.record import Record, merge_timelines
 from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
+from longctx.simulation.reports.stage_trace import StageTrace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDE = 100  # the largest latency over the smallest, from which on a logarithmic axis shows more
-_POINTS = 4000  # of a curve: more are seen by nobody, and make large files
-
-
-def thinned(values: List[Any]) -> List[Any]:
-    """At most `_POINTS` of values, evenly, and the last one."""
-    step = -(-len(values) // _POINTS)
-    return values if step <= 1 else [*values[::step], values[-1]]
+_POINTS = 4000  # of a curve: no more can be told apart, and files stay small
+_SWEPT = (("ttft", "TTFT"), ("tpot", "TPOT"))
 
 
 def check_can_plot(path: Path) -> None:
-    """Check that `plot` can write to a path; ValueError if not, or if matplotlib is not installed."""
+    """Check that drawings can be written to a path; ValueError if not, or if matplotlib is not installed."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
     extras.check("plot", "")
 
 
-def plot(record: Record, path: Path) -> None:
-    """Plot a record as PNG or SVG.
+def write_drawing(draw: Callable[[], "Figure"], path: Path) -> None:
+    """Write what a function draws as PNG or SVG, by the path's suffix."""
+    with style():
+        save(draw(), path)
+
+
+def write_drawings(draw: Callable[[], "Figure"], folder: Path) -> str | None:
+    """Write what a function draws as `drawing.svg` and `drawing.png`; return the SVG, or None without matplotlib."""
+    if not can_draw():
+        return None
+    with style():
+        figure = draw()
+        save_both(figure, folder, "drawing")
+        return to_svg(figure)
+
+
+def thinned(values: List[Any]) -> List[Any]:
+    """Return at most `_POINTS` of values, evenly, and the last one."""
+    step = -(-len(values) // _POINTS)
+    return values if step <= 1 else [*values[::step], values[-1]]
+
+
+def draw_record(record: Record) -> "Figure":
+    """Draw what an engine served.
 
     The upper row shows cumulative distributions of TTFT and TPOT, and running and waiting requests over time. The lower
     row, if steps were recorded, shows prefill chunks over time, predicted over measured seconds of steps, and relative
     slack at admission and at the first token. With several context ranks a third row is the Gantt chart of their steps:
     when each of them computes, by prediction, and when it waits for slower ones.
     """
-    with style():
-        save(_draw(record), path)
-
-
-def _draw(record: Record) -> "Figure":
     rows = 2 if record.steps else 1
     num_ranks = max((len(step.rank_seconds) for step in record.steps), default=1)
     heights = [3.6] * rows + ([1.2 + 0.3 * num_ranks] if num_ranks > 1 else [])
     figure, _ = drawing(0, 12, sum(heights))
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(rows)]
-    plot_requests(record, *axes[0][:2])
-    plot_timeline(record.timeline, axes[0][2])
+    _plot_requests(record, *axes[0][:2])
+    _plot_timeline(record.timeline, axes[0][2])
     if record.steps:
         _plot_steps(record, *axes[1])
     if num_ranks > 1:
@@ -61,7 +75,71 @@ def _draw(record: Record) -> "Figure":
     return figure
 
 
-def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any) -> None:
+def draw_deployment(record: Record, traces: List[StageTrace]) -> "Figure":
+    """Draw a workload in virtual time, of which there is a trace of each instance.
+
+    Rows of panels: distributions of TTFT and TPOT, requests over time; chunks, slack, pages by context rank; and Gantt
+    charts of the first instance, of its stages and of its context ranks, if there are several.
+    """
+    first = traces[0]
+    has_ranks = any(tick.ranks for tick in first.busiest)
+    heights = [3.2, 3.2, 0.8 + 0.35 * first.num_stages, *([0.8 + 0.35 * first.num_ranks] * has_ranks)]
+    figure, _ = drawing(0, 13.2, sum(heights))
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(2)]
+    _plot_requests(record, *axes[0][:2])
+    timelines = [[(load.time, load.running, load.waiting) for load in trace.loads.values] for trace in traces]
+    _plot_timeline(merge_timelines(timelines), axes[0][2])
+    _plot_chunks([chunk for trace in traces for chunk in trace.chunks.values], axes[1][0])
+    _plot_slack(record, 0.0, axes[1][1])
+    _plot_pages(first, axes[1][2])
+    if first.busiest:
+        _plot_stages(first, figure.add_subplot(grid[2, :]))
+    if has_ranks:
+        ticks = [tick for tick in first.busiest if tick.ranks]
+        busy = [[min(tick.ranks[rank], tick.seconds) for tick in ticks] for rank in range(first.num_ranks)]
+        labels = [f"rank {rank}" for rank in range(first.num_ranks)]
+        _plot_busy([(tick.start, tick.seconds) for tick in ticks], busy, labels, figure.add_subplot(grid[3, :]))
+    return figure
+
+
+def draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
+    """Draw median (lines) and P99 (dashes) of TTFT and TPOT, and the share in time, over the last numeric name swept.
+
+    Args:
+      rows: values by name, and `summary`, of each point.
+    """
+    rows = [row for row in rows if "summary" in row]
+    varied = [name for name in names if len({row[name] for row in rows}) > 1] or list(names)
+    numeric = [name for name in varied if all(isinstance(row[name], int | float) for row in rows)]
+    along = numeric[-1] if numeric else varied[-1]
+    others = [name for name in varied if name != along]
+    figure, axes = drawing(3)
+    last = "capacity" if any("capacity" in row["summary"] for row in rows) else "in_time"
+    title_of = {"capacity": ("Capacity", "requests/s"), "in_time": ("In time", "share of requests")}
+    series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(tuple(row[name] for name in others), []).append(row)
+    for number, (key, own) in enumerate(series.items()):
+        label = ", ".join(f"{name} {value}" for name, value in zip(others, key, strict=True)) or None
+        look = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+        for panel, (name, _) in zip(axes, _SWEPT, strict=False):
+            known = [row for row in own if row["summary"][name] is not None]
+            for quantile, line in (("p50", "-"), ("p99", "--")):
+                values = [row["summary"][name][quantile] for row in known]
+                shown = label if quantile == "p50" else None
+                panel.plot([row[along] for row in known], values, line, label=shown, **look)
+        known = [row for row in own if row["summary"].get(last) is not None]
+        axes[2].plot([row[along] for row in known], [row["summary"][last] for row in known], label=label, **look)
+    for panel, (_, title) in zip(axes, _SWEPT, strict=False):
+        panel.set(title=f"{title}, median and P99 (dashed)", xlabel=along, ylabel="seconds", yscale="log")
+    axes[2].set(title=title_of[last][0], xlabel=along, ylabel=title_of[last][1])
+    if others:
+        axes[0].legend()
+    return figure
+
+
+def _plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any) -> None:
     """Draw cumulative distributions of TTFT and TPOT."""
     tpots = [served.tpot for served in record.served if served.tpot is not None]
     for axes, name, values in ((ttft_axes, "TTFT", [s.ttft for s in record.served]), (tpot_axes, "TPOT", tpots)):
@@ -71,7 +149,7 @@ def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any) -> None:
         axes.set(title=name, xlabel="seconds", ylabel="share of requests", xscale="log" if is_wide else "linear")
 
 
-def plot_timeline(timeline: List[tuple[float, int, int]], axes: Any) -> None:
+def _plot_timeline(timeline: List[tuple[float, int, int]], axes: Any) -> None:
     """Draw running and waiting requests over time."""
     if timeline:
         seconds, running, waiting = zip(*thinned(timeline), strict=True)
@@ -83,24 +161,24 @@ def plot_timeline(timeline: List[tuple[float, int, int]], axes: Any) -> None:
 
 def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any) -> None:
     start = record.steps[0].finished - record.steps[0].seconds
-    plot_chunks([(step.finished - start, count) for step in record.steps for _, count in step.chunks], chunk_axes)
+    _plot_chunks([(step.finished - start, count) for step in record.steps for _, count in step.chunks], chunk_axes)
     steps = [step for step in record.steps if step.is_exact] or record.steps
     predicted, measured = ([getattr(step, name) for step in steps] for name in ("predicted", "seconds"))
     step_axes.plot(measured, predicted, ".", markersize=3)
     ends = min(*predicted, *measured), max(*predicted, *measured)
     step_axes.plot(ends, ends, color="grey", linewidth=1)
     step_axes.set(title="Steps", xlabel="seconds, measured", ylabel="seconds, predicted", xscale="log", yscale="log")
-    plot_slack(record, start, slack_axes)
+    _plot_slack(record, start, slack_axes)
 
 
-def plot_chunks(chunks: List[tuple[float, int]], axes: Any) -> None:
+def _plot_chunks(chunks: List[tuple[float, int]], axes: Any) -> None:
     """Draw chunks of prompts, (seconds, tokens), over time."""
     if chunks:
         axes.plot(*zip(*chunks, strict=True), ".", markersize=3, rasterized=len(chunks) > _POINTS // 2)
     axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
 
 
-def plot_slack(record: Record, start: float, axes: Any) -> None:
+def _plot_slack(record: Record, start: float, axes: Any) -> None:
     """Draw the relative slack of requests at their admission and with their first token; `start`: of the workload."""
     metrics = [served.metrics for served in record.served]
     admitted = [(m.admitted - start, m.slack) for m in metrics if m.admitted is not None and m.slack is not None]
@@ -126,12 +204,62 @@ def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:
     steps = [step for step in steps if len(step.rank_seconds) > 1]
     start = min(step.finished - step.seconds for step in steps)
     spans = [(step.finished - step.seconds - start, step.seconds) for step in steps]
-    edge = {"edgecolor": "white", "linewidth": 0.5 if len(steps) < 100 else 0}
-    for rank in range(len(steps[0].rank_seconds)):
-        busy = [(at, seconds * (1 - step.idle_share[rank])) for (at, seconds), step in zip(spans, steps, strict=True)]
-        axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor="0.85", **edge)
-        axes.broken_barh(busy, (rank - 0.4, 0.8), facecolor=COLORS[rank % len(COLORS)], **edge)
+    ranks = range(len(steps[0].rank_seconds))
+    busy = [[step.seconds * (1 - step.idle_share[rank]) for step in steps] for rank in ranks]
     labels = [f"rank {rank}, {share:.0%} idle" for rank, share in enumerate(idle_shares(steps) or [])]
-    axes.set(title="Ranks: compute, and wait (grey)", xlabel="seconds")
+    _plot_busy(spans, busy, labels, axes)
+
+
+def _plot_busy(spans: List[tuple[float, float]], busy: List[List[float]], labels: List[str], axes: Any) -> None:
+    """Draw (start, seconds) of steps in grey, and over them the seconds that each rank computes."""
+    edge = {"edgecolor": "white", "linewidth": 0.5 if len(spans) < 200 else 0}
+    for rank, seconds in enumerate(busy):
+        bars = [(start, own) for (start, _), own in zip(spans, seconds, strict=True)]
+        axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor="0.88", **edge)
+        axes.broken_barh(bars, (rank - 0.4, 0.8), facecolor=COLORS[rank % len(COLORS)], **edge)
+    _finish_chart(spans, "Context ranks: compute, and wait (grey)", labels, axes)
+
+
+def _plot_stages(trace: StageTrace, axes: Any) -> None:
+    """Draw the Gantt chart of stages: bars of batches with prompts and of decodes alone; grey: waiting for a stage."""
+    ticks = trace.busiest
+    kinds = (("with prompts", COLORS[0]), ("decodes alone", COLORS[1]))
+    for stage in range(trace.num_stages):
+        spans = [(tick.start, tick.seconds, tick.stages[stage]) for tick in ticks]
+        axes.broken_barh([(at, seconds) for at, seconds, _ in spans], (stage - 0.4, 0.8), facecolor="0.88")
+        for (label, color), has_prompt in zip(kinds, (True, False), strict=True):
+            bars = [
+                (at, batch.seconds)
+                for at, _, batch in spans
+                if batch is not None and bool(batch.prompt_tokens) == has_prompt
+            ]
+            axes.broken_barh(
+                bars,
+                (stage - 0.4, 0.8),
+                facecolor=color,
+                label=label if stage == 0 else None,
+                edgecolor="white",
+                linewidth=0.4,
+            )
+    title = f"Stages of the first instance, {len(ticks)} steps in its busiest time"
+    labels = [f"stage {stage}" for stage in range(trace.num_stages)]
+    _finish_chart([(tick.start, tick.seconds) for tick in ticks], title, labels, axes)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2)
+
+
+def _finish_chart(spans: List[tuple[float, float]], title: str, labels: List[str], axes: Any) -> None:
+    axes.set(title=title, xlabel="seconds", xlim=(spans[0][0], sum(spans[-1])))
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
+    axes.grid(visible=False)
+
+
+def _plot_pages(trace: StageTrace, axes: Any) -> None:
+    """Draw the pages that sequences hold on each context rank, over time."""
+    loads = trace.loads.values
+    for rank in range(trace.num_ranks):
+        held = [load.pages[rank] for load in loads]
+        axes.step([load.time for load in loads], held, where="post", label=f"rank {rank}")
+    axes.set(title="Pages held on each rank of the first instance", xlabel="seconds", ylabel="pages")
+    if trace.num_ranks > 1:
+        axes.legend()

@@ -1,4 +1,4 @@
-"""What an instance does while it is simulated: batches in its stages, chunks, pages by context rank."""
+"""Trace of a simulated instance: batches in its stages, chunks, pages by context rank."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.instance.instance import Instance
 
 T = TypeVar("T")
-_POINTS = 4000  # of a curve, about: more are seen by nobody
+_POINTS = 4000  # of a curve, about: no more can be told apart
 WINDOW = 120  # ticks of a Gantt chart
 
 
@@ -55,12 +55,12 @@ class Tick(NamedTuple):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether a batch in some stage has tokens of a prompt."""
+        """True if a batch in some stage has tokens of a prompt."""
         return any(batch is not None and batch.prompt_tokens for batch in self.stages)
 
 
 class Load(NamedTuple):
-    """When a batch is planned: requests that run and wait, and pages that sequences hold on each context rank."""
+    """State when a batch is planned: requests that run and wait, and pages held on each context rank."""
 
     time: float
     running: int

@@ -1,4 +1,4 @@
-"""When requests arrive: at random, as in a trace, or when the answer before is there."""
+"""Arrival times of requests: at random, as in a trace, or after the answer before."""
 
 import dataclasses
 import math
@@ -174,7 +174,7 @@ def _check_rate(rate: float) -> float:
 
 
 def _with_times(requests: List[WorkloadRequest], times: List[float]) -> list[WorkloadRequest]:
-    """Requests with the times of those that follow nobody; who follows has that of whom it follows."""
+    """Give times to requests that follow none; a follow-up has the time of the request that it follows."""
     arrivals: dict[int, float] = {}
     given = iter(times)
     found = []

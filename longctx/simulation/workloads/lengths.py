@@ -72,7 +72,7 @@ class Quantiles:
     """A distribution of lengths that is known by some of its quantiles, and log-uniform between each two of them.
 
     Args:
-      *points: pairs of a share and the length that so many are below: shares rise from 0 to 1, lengths from 1.
+      *points: pairs of a share and the length that this share is below: shares rise from 0 to 1, lengths from 1.
 
     Raises:
       TypeError, ValueError: shares or lengths don't rise so.

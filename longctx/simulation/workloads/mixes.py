@@ -119,7 +119,7 @@ def make_mix(name: str, num_requests: int, seed: int = 0) -> list[WorkloadReques
 def mix_requests(
     short: List[WorkloadRequest], long: List[WorkloadRequest], long_share: float, num_requests: int, seed: int = 0
 ) -> list[WorkloadRequest]:
-    """Draw so many requests, each with a probability of `long_share` from `long`, else from `short`; all arrive at 0.
+    """Draw requests, each with a probability of `long_share` from `long`, else from `short`; all arrive at 0.
 
     Args:
       short, long: requests to draw from, such as of two traces.

@@ -50,7 +50,7 @@ class WorkloadRequest:
       block_size: tokens of a block.
       number: number of the request in its workload, the seed of its unique tokens.
       prompt: the prompt itself, text or token ids, if the workload has it.
-      after: number of the request that it follows, which is less than its own; None: it follows nobody.
+      after: number of the request that it follows, which is less than its own; None: it follows none.
       delay: seconds from that one's end to its arrival.
       session: name of the conversation or user that it belongs to; None: of none.
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.instance import InstanceSpec, Role
+from longctx.cluster.conductor.config import ConductorConfig, Role
+from longctx.cluster.conductor.instance import InstanceSpec
 from longctx.cluster.conductor.request import ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
 

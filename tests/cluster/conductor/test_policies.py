@@ -267,12 +267,12 @@ def test_config_is_checked() -> None:
     for settings, message in [
         ({"policy": "best"}, "policy must be one of random"),
         ({"admission": "never"}, "admission must be one of none"),
-        ({"ttft": 0}, "ttft must be more than 0"),
-        ({"tpot": float("nan")}, "tpot must be finite"),
+        ({"ttft": 0}, "ttft must be above 0"),
+        ({"tpot": float("nan")}, "tpot must be above 0"),
         ({"balancing_threshold": 0.5}, "balancing_threshold"),
         ({"swap_below": 0.99}, "swap_below"),
         ({"seed": -1}, "seed"),
-        ({"decode_seconds": 0}, "decode_seconds must be more than 0"),
+        ({"decode_seconds": 0}, "decode_seconds must be above 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             ConductorConfig(**settings)  # type: ignore[arg-type]

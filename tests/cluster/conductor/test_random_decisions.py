@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import POLICIES, ConductorConfig
-from longctx.cluster.conductor.instance import ROLES, Report, Role
+from longctx.cluster.conductor.config import POLICIES, ROLES, ConductorConfig, Role
+from longctx.cluster.conductor.instance import Report
 from longctx.cluster.conductor.overload import ADMISSION_RULES
 from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.cluster.conductor.state import NO_DECODES

@@ -7,8 +7,7 @@ import pytest
 from disaggregated import NAME, make_engine, make_transfers
 from served import Served, served
 
-from longctx.serving.server.observers import ObserverSettings
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 
 @pytest.fixture(scope="session")

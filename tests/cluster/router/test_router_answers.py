@@ -13,8 +13,7 @@ from served import Served
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.router.server import Member
-from longctx.serving.server.keys import ApiKey
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ApiKey, ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def test_a_request_that_would_come_too_late_is_told_when(three: list[Served]) ->
             assert error["code"] == "slow_down"
             assert "the first token would come after" in error["message"]
             assert answer.headers["x-llm-d-request-dropped-reason"] == "ttft"
-        router.server.metrics._rendered = -1.0
+        router.server.metrics.render(max_age=0)
         text = router.client().get("/metrics").text
         labels = 'model_name="tiny"'
         assert f'cluster_rejections_total{{bound="ttft",engine="cluster",{labels},stage="prefill"}} 2.0' in text

@@ -10,8 +10,7 @@ from served import Served, served
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.server.observers import ObserverSettings
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 PAGE = 16
 

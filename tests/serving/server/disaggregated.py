@@ -15,8 +15,7 @@ from longctx.models.builtin import TINY
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
-from longctx.serving.server.keys import ApiKey
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ApiKey, ServerSettings
 
 NAME = "tiny"
 CONFIG = EngineConfig(

@@ -13,7 +13,7 @@ from fake_device import EOS, MODEL, VOCAB, FakeExecutor
 from letter_tokenizer import LetterTokenizer
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan
-from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.executor.executor import Pending, Results
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.server.http_server import HttpServer, bind

@@ -171,7 +171,7 @@ def test_a_request_that_would_make_others_slow_goes_back(coupled: Served) -> Non
             assert (refused.status_code, refused.headers["x-llm-d-request-dropped-reason"]) == (503, "tpot")
             assert refused.headers["retry-after"] == "1"
             assert transfers_of(busy).num_refused == 1
-            assert busy.server.metrics._own.refusals["tpot"] == 1
+            assert busy.server.metrics.refusals["tpot"] == 1
         nothing_is_left(coupled, busy)  # P's pages are given up
         # Whoever sent it takes another server, or the same one later.
         alike(post(busy, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())

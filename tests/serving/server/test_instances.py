@@ -12,10 +12,10 @@ from served import Served
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
-from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.gate import TENANT_HEADER
-from longctx.serving.server.keys import ApiKey
+from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.kv_events import block_hash
+from longctx.serving.server.relay import EventLine, decode_events
+from longctx.serving.server.settings import ApiKey
 
 PAGE = 16
 

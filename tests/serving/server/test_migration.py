@@ -16,9 +16,8 @@ from served import Served, fake_engine, served
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, ParallelPlan
-from longctx.serving.server.keys import ApiKey
-from longctx.serving.server.migration import split_lines
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.relay import split_lines
+from longctx.serving.server.settings import ApiKey, ServerSettings
 
 NAME = "tiny"
 TEXT = "The pass key of lemon is 5312. " * 8
@@ -287,12 +286,12 @@ def test_a_client_that_leaves_while_its_request_does_holds_up_nobody() -> None:
                 next(lines)
                 running.executor.go.clear()
                 moved = pool.submit(migrate, running, "http://127.0.0.1:9")
-                running.wait_until("it leaves", lambda: running.server.thread._departures)
+                running.wait_until("it leaves", lambda: running.server.thread._migrations)
             running.wait_until("the client has left", lambda: not running.server.calls)
             running.executor.go.set()
             assert list(moved.result(10)["kept"].values()) == ["it was cancelled"]
         running.wait_idle()
-        assert not running.server.thread._departures
+        assert not running.server.thread._migrations
         assert running.server.migration._at_once._value == 8  # type: ignore[union-attr]
 
 

@@ -15,7 +15,7 @@ from served import Served
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.server.keys import ApiKey
+from longctx.serving.server.settings import ApiKey
 
 INLINE = 64  # tokens
 

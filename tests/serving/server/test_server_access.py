@@ -10,8 +10,8 @@ import openai
 import pytest
 from served import NAME, Served, fake_engine, served
 
-from longctx.serving.server.keys import ApiKey, KeyRing, read_keys
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.auth import KeyRing
+from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
 BODY = {"model": NAME, "prompt": "ABCD" * 5, "max_tokens": 4, "ignore_eos": True}
@@ -84,6 +84,24 @@ def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: st
     assert answer.status_code == (403 if "profile" in path else 200)
     if "profile" in path:
         assert answer.json()["error"]["code"] == "profiles_are_off"
+
+
+CONTROL = ("/migrate", "/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
+
+
+def test_a_line_feed_at_the_end_of_a_path_opens_nothing(client: httpx.Client) -> None:
+    """Routes match such a path."""
+    for method, path in [("get", "/load"), *(("post", path) for path in CONTROL)]:
+        assert client.request(method, path + "%0A", headers=key(ALICE)).status_code in (403, 404), path
+
+
+def test_control_needs_an_administrator_where_there_are_keys_of_clients_alone() -> None:
+    settings = ServerSettings(api_keys=read_keys([f"alice {ALICE}"], "api"), prepare_processes=0)
+    with served(fake_engine(), settings) as running, running.http_client(headers=key(ALICE)) as client:
+        for path in CONTROL:
+            answer = client.post(path, json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed"), path
+        assert client.get("/load").status_code == 200
 
 
 def test_tenants_share_no_pages(client: httpx.Client) -> None:

@@ -14,8 +14,7 @@ from tiered_fake import TieredExecutor, make_tiered_engine
 from longctx.serving import Engine
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.server.keys import read_keys
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ServerSettings, read_keys
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-one"
 DOCUMENT = "ABCDEFGH" * 10  # 80 tokens, 20 pages
@@ -316,7 +315,7 @@ def test_a_document_whose_reading_fails_says_so() -> None:
     with served(tiered_engine(), settings()) as running, running.http_client() as client:
         running.executor.go.clear()
         made = create(client)
-        running.server.thread.cancel(next(iter(running.server.thread._clients)))
+        running.server.thread.cancel(next(iter(running.server.engine.requests)))
         running.executor.go.set()
         path = f"/v1/caches/{made['id']}"
         running.wait_until("it has ended", lambda: client.get(path).json()["status"] == "failed")

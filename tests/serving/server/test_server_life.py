@@ -18,12 +18,11 @@ from letter_tokenizer import LetterTokenizer
 from served import NAME, Served, fake_engine, served
 
 from longctx.serving import Engine, SamplingParams
-from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.server import preparer
-from longctx.serving.server.observers import ObserverSettings
 from longctx.serving.server.preparer import LONG_BYTES, SHORT_BYTES
-from longctx.serving.server.read_call import read
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.request_parser import parse_body
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 TEXT = LetterTokenizer()
 BODY = {"prompt": "ABCD", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
@@ -231,7 +230,7 @@ def test_choices_are_bounded_though_copies_cost_the_engine_nothing() -> None:
 
 
 def test_large_answers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.serving.server.routes.generation._LARGE", 1)
+    monkeypatch.setattr("longctx.serving.server.routes.openai._LARGE", 1)
     with served(fake_engine()) as running, running.http_client() as client:
         assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == ANSWER
 
@@ -357,9 +356,9 @@ def test_asyncio_is_not_blocked_by_what_is_prepared(letters: Served, monkeypatch
 
     def read_when_told(reader: Any, kind: Any, body: bytes, origin: Any) -> Any:
         assert len(body) <= SHORT_BYTES or go.wait(60)
-        return read(reader, kind, body, origin)
+        return parse_body(reader, kind, body, origin)
 
-    monkeypatch.setattr(preparer, "read", read_when_told)
+    monkeypatch.setattr(preparer, "parse_body", read_when_told)
     with ThreadPoolExecutor(held) as pool, letters.http_client() as client:
         padded = BODY | {"user": "x" * SHORT_BYTES}
         url = f"{letters.url}/v1/completions"

@@ -7,9 +7,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from served import NAME, Served, fake_engine, served
 
-from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.config import AdmissionLimits
 from longctx.serving.server import tracing
-from longctx.serving.server.observers import ObserverSettings
+from longctx.serving.server.settings import ObserverSettings
 
 BODY: dict[str, Any] = {"model": NAME, "prompt": "one two", "max_tokens": 4, "ignore_eos": True}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -17,7 +17,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 def refusals(running: Served) -> dict[str, float]:
     """How many requests were refused, by reason, as of now."""
-    running.server.metrics._rendered = -1.0
+    running.server.metrics.render(max_age=0)
     with running.http_client() as client:
         families = text_string_to_metric_families(client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]

@@ -1,4 +1,4 @@
-"""Deliveries from the engine's thread to the event loop: nothing is lost, one wake-up a step, and no time is."""
+"""EventDispatcher from the engine's thread to the event loop: nothing is lost, one wake-up a step, and no time is."""
 
 import asyncio
 import random
@@ -11,8 +11,9 @@ import pytest
 from longctx.models import ByteTokenizer
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving import Event, Metrics, Output, TokenLogprob
-from longctx.serving.server.logprobs import LogprobLists, chat_logprobs, token_text
-from longctx.serving.server.streams import Deliveries, Stream
+from longctx.serving.server.request_parser import token_text
+from longctx.serving.server.response_writer import LogprobLists, chat_logprobs
+from longctx.serving.server.streams import EventDispatcher, Stream
 
 
 def event(number: int, is_last: bool = False) -> Event:
@@ -25,16 +26,16 @@ def test_nothing_is_lost_or_comes_twice_whoever_is_quicker() -> None:
     streams, steps = 20, 300
 
     async def run() -> list[list[int]]:
-        deliveries = Deliveries(asyncio.get_running_loop())
+        dispatcher = EventDispatcher(asyncio.get_running_loop())
         made = [Stream(10**6, lambda: None) for _ in range(streams)]
-        sinks = [deliveries.sink(stream, 0, False) for stream in made]
+        sinks = [dispatcher.sink(stream, 0, False) for stream in made]
         rng = random.Random(0)
 
         def engine() -> None:
             for step in range(steps):
                 for sink in sinks:
                     sink([event(step)])
-                deliveries.flush()
+                dispatcher.flush()
                 if rng.random() < 0.1:
                     time.sleep(rng.random() * 0.002)
 
@@ -65,30 +66,30 @@ def test_steps_wake_the_loop_once() -> None:
             self.calls.append(call)
 
     loop: Any = Loop()
-    deliveries = Deliveries(loop)
+    dispatcher = EventDispatcher(loop)
     streams = [Stream(10**6, lambda: None) for _ in range(128)]
-    sinks = [deliveries.sink(stream, 0, False) for stream in streams]
+    sinks = [dispatcher.sink(stream, 0, False) for stream in streams]
     for step in range(5):
         for sink in sinks:
             sink([event(step)])
-        deliveries.flush()
+        dispatcher.flush()
     assert len(loop.calls) == 1
     loop.calls.pop()()
-    deliveries.flush()
+    dispatcher.flush()
     assert loop.calls == []  # nothing has come since
 
 
 def test_who_waits_for_the_whole_is_woken_for_the_end_alone() -> None:
     async def run() -> None:
-        deliveries = Deliveries(asyncio.get_running_loop())
+        dispatcher = EventDispatcher(asyncio.get_running_loop())
         stream = Stream(1, lambda: None)
-        sink = deliveries.sink(stream, 3, True)
+        sink = dispatcher.sink(stream, 3, True)
         for step in range(100):
             sink([event(step)])
-            deliveries.flush()
+            dispatcher.flush()
         await asyncio.sleep(0)
         sink([event(100, is_last=True)])
-        deliveries.flush()
+        dispatcher.flush()
         ((number, (last,)),) = await stream.take()
         assert (number, last.token_ids) == (3, (100,))
 
@@ -126,10 +127,10 @@ def test_a_silent_stream_is_nudged_and_no_other() -> None:
 
 def test_a_closed_loop_is_no_failure_of_the_engine() -> None:
     loop = asyncio.new_event_loop()
-    deliveries = Deliveries(loop)
+    dispatcher = EventDispatcher(loop)
     loop.close()
-    deliveries.sink(Stream(2, lambda: None), 0, False)([event(0)])
-    deliveries.flush()
+    dispatcher.sink(Stream(2, lambda: None), 0, False)([event(0)])
+    dispatcher.flush()
 
 
 TEXT = "a\u00e9\u4f60\U0001f680b"

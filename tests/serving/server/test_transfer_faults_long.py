@@ -28,7 +28,7 @@ from serve_process import ServeProcess
 from served import Served
 
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.serving.engine import page_traffic
+from longctx.serving.engine import page_transfers
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def soak(minutes: float, seed: int = 0) -> Counter[str]:
 
 
 def test_ten_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_traffic, "LEASE_SECONDS", 5.0)
+    monkeypatch.setattr(page_transfers, "LEASE_SECONDS", 5.0)
     counts = soak(MINUTES)
     assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 10
     assert counts["transfers complete"] > 50
@@ -151,7 +151,7 @@ LONG = [(i * i + i // 7) % 250 for i in range(3900)]
 def key_of(tmp_path: Path) -> bytes:
     from argparse import Namespace
 
-    from longctx.cli.kv_flags import page_hash_key
+    from longctx.cli.settings import page_hash_key
 
     key = page_hash_key(Namespace(kv_secret_file=tmp_path / "secret"))
     assert key is not None
@@ -182,7 +182,7 @@ def test_the_reading_server_is_killed(tmp_path: Path) -> None:
 
 def test_the_decoding_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one reads no further, and keeps no pages."""
-    monkeypatch.setattr(page_traffic, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(page_transfers, "LEASE_SECONDS", 3.0)
     given = flags(tmp_path)
     with instance(make_engine(hash_key=key_of(tmp_path)), "prefill") as reader:
         engine = reader.server.engine

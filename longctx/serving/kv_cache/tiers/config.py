@@ -2,10 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
-from longctx.serving.validation import check_integer, check_text
+from longctx.serving.validation import Count, check_fields
 
-EVICTIONS = ("lru", "lfu", "length")
+Eviction = Literal["lru", "lfu", "length"]
 
 
 @dataclass(frozen=True)
@@ -13,11 +14,11 @@ class TierConfig:
     """Sizes and rules of the tiers of an engine. None of them changes an answer.
 
     Attributes:
-      host_bytes: of pages in host memory.
-      disk_bytes: of pages in files; 0: no files.
-      disk: the folder of these files.
-      eviction: who goes first: `"lru"`, `"lfu"`, or `"length"` (the tails of the longest chains).
-      store: a distributed store beyond this machine, such as `"mooncake://HOST:PORT"`.
+      host_bytes: bytes of pages in host memory.
+      disk_bytes: bytes of pages in files. With 0 there are no files.
+      disk: folder of these files.
+      eviction: pages that are evicted first. `"length"`: the tails of the longest chains.
+      store: a distributed store beyond this machine, such as mooncake://HOST:PORT.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
@@ -30,22 +31,17 @@ class TierConfig:
       'lru'
     """
 
-    host_bytes: int = 0
-    disk_bytes: int = 0
+    host_bytes: Count = 0
+    disk_bytes: Count = 0
     disk: str | None = None
-    eviction: str = "lru"
+    eviction: Eviction = "lru"
     store: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
+        if self.disk is not None:
+            object.__setattr__(self, "disk", os.fspath(self.disk))
+        check_fields(self)
         if self.host_bytes == 0:
             raise ValueError("host_bytes must be at least the size of a page: other tiers are read and written by it")
-        if self.disk is not None:
-            object.__setattr__(self, "disk", check_text("disk", os.fspath(self.disk)))
         if (self.disk is None) != (self.disk_bytes == 0):
             raise ValueError("disk and disk_bytes must be given together, a folder and how many bytes it may have")
-        if self.eviction not in EVICTIONS:
-            raise ValueError(f"eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
-        if self.store is not None:
-            check_text("store", self.store)

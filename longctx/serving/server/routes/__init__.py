@@ -1,1 +1,1 @@
-"""The server's routes, a module for each kind."""
+"""Routes of the server, by subject."""

@@ -1,24 +1,217 @@
-"""Ending requests."""
+"""Routes for monitors, balancers and administrators: health, metrics, load, sizes, aborts and profiles."""
 
-from fastapi import APIRouter, Request
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from longctx.serving.predictor.file import predictor_to_dict
+from longctx.serving.server.auth import client_of
+from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
-from longctx.serving.server.gate import visitor_of
-from longctx.serving.server.schemas.base import body_of
-from longctx.serving.server.schemas.other import AbortBody
+from longctx.serving.server.schemas import AbortBody, body_of
+from longctx.serving.server.server import Server
+
+_NO_RETRY = {"x-should-retry": "false"}
 
 
-def administration_router(server: Frontend) -> APIRouter:
-    """The routes that need the key of an administrator, where there is one."""
-    router = APIRouter(tags=["administration"])
+def monitoring_router(server: Frontend) -> APIRouter:
+    """Return the routes that an engine's server and a router of a cluster have in common.
+
+    Those of health wait for nothing, so they answer while a step runs or compiles.
+    """
+    router = APIRouter(tags=["monitoring"])
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    @router.head("/ping", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping")
+    async def health() -> Response:
+        """Return 200 while the engine lives, though it may be busy or warming up; 503: the process should be ended."""
+        return _status(server.problem)
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Return 200 while requests are taken: after warming up, and before shutting down."""
+        problem = server.problem
+        if problem is None and not server.is_warm:
+            problem = "the server is not ready yet"
+        if problem is None and server.is_draining:
+            problem = "the server is shutting down"
+        return _status(problem)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of longctx."""
+        return {"version": server.version}
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        """Describe the model."""
+        return {
+            "model_path": server.model_name,
+            "served_model_name": server.model_name,
+            "is_generation": True,
+            "max_model_len": server.max_length,
+            "vocab_size": server.vocab_size,
+            "has_chat_template": server.chat_format.has_template,
+        }
+
+    @router.head("/metrics", include_in_schema=False)
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Return metrics for Prometheus."""
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.post("/abort_requests", openapi_extra=body_of(AbortBody))
     @router.post("/abort_request", openapi_extra=body_of(AbortBody))
     async def abort_requests(request: Request) -> JSONResponse:
-        """End requests: their clients get what there is, with `finish_reason` abort. Nobody ends another tenant's."""
-        body, visitor = await server.bodies.fields(request, AbortBody), visitor_of(request)
-        tenant = None if visitor.is_admin else visitor.tenant
+        """End requests of the client's tenant: their answers have what there is, with `finish_reason` abort."""
+        body, client = await server.bodies.fields(request, AbortBody), client_of(request)
+        tenant = None if client.is_admin else client.tenant
         return JSONResponse({"aborted": [name for name in body.request_ids if server.abort(name, tenant)]})
 
     return router
+
+
+def administration_router(server: Server) -> APIRouter:
+    """Return the routes of one engine: its load, its sizes and rules, and traces of its devices."""
+    router = APIRouter(tags=["administration"])
+    profiling = asyncio.Lock()
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> JSONResponse:
+        """Return the engine's sizes and rules: no path, no key."""
+        info = _server_info(server)
+        if server.transfers is not None:
+            info |= {"kv_transfer": server.transfers.info(), "kv_events": server.observers.kv_events}
+        return JSONResponse(info)
+
+    @router.get("/predictor")
+    async def predictor() -> JSONResponse:
+        """Return the predictor of the seconds of steps, with its present corrections: see `predictor_from_dict`."""
+        own = server.engine.predictor
+        try:
+            found = predictor_to_dict(own.predictor)
+        except ValueError as error:
+            raise ApiError(409, str(error), code="custom_predictor") from None
+        factors = {"prompt_factor": own.prompt_factor, "decode_factor": own.decode_factor}
+        return JSONResponse({"predictor": found, **factors})
+
+    @router.get("/load")
+    async def load() -> dict[str, Any]:
+        """Return how busy the server is: requests that have not ended, and more."""
+        found = _load(server)
+        more = {"request_ids": server.request_ids, "draining": server.is_draining, "time": time.time()}
+        return {"server_load": found["num_reqs"], **found, **more}
+
+    @router.get("/loads")
+    @router.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """Return the same, as a list of one."""
+        return {"timestamp": time.time(), "version": server.version, "dp_rank_count": 1, "loads": [_load(server)]}
+
+    @router.get("/get_load")
+    async def get_load() -> list[dict[str, Any]]:
+        """Return the same, as older routers ask for it."""
+        return [_load(server)]
+
+    @router.post("/start_profile")
+    async def start_profile() -> JSONResponse:
+        """Begin a trace of `jax.profiler`, in the folder that the server was started with."""
+        folder = _profile_folder(server) / time.strftime("%Y-%m-%d-%H-%M-%S")
+        async with profiling:
+            try:
+                await asyncio.to_thread(jax.profiler.start_trace, folder)
+            except RuntimeError as error:
+                raise ApiError(409, str(error), headers=_NO_RETRY) from None
+        return JSONResponse({"status": "started"})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> JSONResponse:
+        """End the trace, and write it."""
+        _profile_folder(server)
+        async with profiling:
+            try:
+                await asyncio.to_thread(jax.profiler.stop_trace)
+            except RuntimeError as error:
+                raise ApiError(409, str(error), headers=_NO_RETRY) from None
+        return JSONResponse({"status": "stopped"})
+
+    return router
+
+
+def _status(problem: str | None) -> Response:
+    return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
+
+
+def _profile_folder(server: Server) -> Path:
+    if server.settings.profile_dir is None:
+        raise ApiError(403, "the server was started without --profile-dir", code="profiles_are_off")
+    return server.settings.profile_dir
+
+
+def _load(server: Server) -> dict[str, Any]:
+    load = server.thread.load
+    page_size, config = server.engine.config.page_size, server.engine.config
+    return {
+        "dp_rank": 0,
+        "num_reqs": load.running + load.waiting,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_waiting_tokens": load.waiting_tokens,
+        "num_tokens": load.pages_held * page_size,
+        "num_used_tokens": load.pages_held * page_size,
+        "max_total_num_tokens": load.num_pages * page_size,
+        "token_usage": load.cache_usage,
+        "max_running_requests": config.max_running,
+        "backlog_seconds": load.backlog_seconds,
+        "decoding": load.decoding,
+        "decode_tokens": load.decode_tokens,
+        "num_pages": load.num_pages,
+        "free_pages": load.free_pages,
+        "pages_by_rank": list(load.pages_by_rank),
+    }
+
+
+def _server_info(server: Server) -> dict[str, Any]:
+    engine = server.engine
+    pages = engine.page_identity
+    page_size, page_hash = engine.config.page_size, engine.core.page_hash
+    config = {
+        field.name: getattr(engine.config, field.name)
+        for field in dataclasses.fields(engine.config)
+        if field.name not in ("hash_key", "policy", "slo", "tiers")
+    }
+    tiers = engine.config.tiers
+    config["tiers"] = tiers and {"host_bytes": tiers.host_bytes, "disk_bytes": tiers.disk_bytes}  # no path
+    return {
+        "version": server.version,
+        "served_model_name": server.model_name,
+        "model_path": server.model_name,
+        "max_model_len": engine.max_length,
+        "vocab_size": engine.model.config.vocab_size,
+        "page_size": page_size,
+        "max_running": engine.config.max_running,
+        "token_budget": engine.config.token_budget,
+        "kv_bytes_per_token": None if pages is None else pages.layout.page_bytes // page_size,
+        "keys": None if page_hash is None else page_hash.fingerprint("cluster").hex(),
+        "instance": server.instance,
+        "time": time.time(),
+        "tp_size": engine.plan.tensor,
+        "dp_size": 1,
+        "num_pages": engine.num_pages * engine.plan.context,
+        "max_total_num_tokens": engine.num_pages * engine.plan.context * page_size,
+        "plan": dataclasses.asdict(engine.plan),
+        "engine": config | {"policy": str(engine.config.policy), "slo": dataclasses.asdict(engine.config.slo)},
+    }

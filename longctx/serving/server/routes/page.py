@@ -1,25 +1,26 @@
-"""The page at `/`: static files of the package, and what they ask for.
+"""Page at `/`: static files of the package, and the routes that they use.
 
     GET /                page/index.html
-    GET /page/static/NAME  a file of `page/`, by its name in a list that is read once
-    GET /page/model        what the page has to know of the model
+    GET /page/static/NAME  a file of `page/`
+    GET /page/model        the model, as the page shows it
     GET /page/example      a document and questions that the built-in model answers
-    GET /page/events       server-sent events of what the scheduler does, see `page_feed`
+    GET /page/events       server-sent events of the scheduler's steps, see `page_feed`
 
-`/` and the files need no API key, as a browser sends none when it opens a page (`gate.OPEN_PREFIXES`); they hold
-nothing of anybody. The rest needs one, where there are keys.
+`/` and the files need no API key, as a browser sends none when it opens a page (`auth.OPEN_PREFIXES`); they hold
+no data. The rest needs one, where there are keys.
 """
 
-import hashlib
+import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from longctx.models import passkey
@@ -29,7 +30,7 @@ from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed, PageFeed, 
 from longctx.serving.server.server import Server
 
 DIRECTORY = Path(__file__).parent.with_name("page")
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+mimetypes.add_type("text/javascript", ".js")  # Python 3.11 says application/javascript
 # Scripts and styles come from the page's own files alone, and text never becomes markup (trusted types).
 POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -46,17 +47,18 @@ SEND_TIMEOUT = 30.0  # seconds for which a viewer may take nothing
 EXAMPLES = {"book": (16_384, 4, 1), "note": (1_024, 4, 2)}  # bytes, facts, seed
 
 
-class File(NamedTuple):
-    """A static file as it is sent."""
+class PageFiles(StaticFiles):
+    """Static files of the page, with headers that let them run nothing else."""
 
-    content: bytes
-    media_type: str
-    tag: str
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
 
 
 @dataclass(frozen=True)
 class PageModel:
-    """What the page has to know of the model.
+    """Model as the page shows it.
 
     Attributes:
       has_chat: whether it has a chat template.
@@ -71,26 +73,15 @@ class PageModel:
     is_cluster: bool = False
 
 
-def read_files() -> dict[str, File]:
-    """The page's files by their names."""
-    files = {}
-    for path in sorted(DIRECTORY.iterdir()):
-        if path.suffix in TYPES:
-            content = path.read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[path.name] = File(content, TYPES[path.suffix], tag)
-    return files
-
-
 @cache
 def example_document(kind: str) -> passkey.Document:
-    """One of `EXAMPLES`."""
+    """Return one of `EXAMPLES`."""
     size, facts, seed = EXAMPLES[kind]
     return passkey.make_document(size, facts, seed)
 
 
 class _Events(EventSourceResponse):
-    """Closes the connection of a viewer that takes nothing."""
+    """Event stream that closes the connection of a viewer which reads nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(SendTimeoutError):
@@ -98,7 +89,7 @@ class _Events(EventSourceResponse):
 
 
 def page_router(server: Server) -> APIRouter:
-    """The page of a server, whose engine's thread it watches from now on."""
+    """Return the page's routes for a server, whose engine's thread it watches from now on."""
     engine = server.engine
     is_builtin = engine.model.config == read_model(TINY)[0].config
     model = PageModel(server.model_name, server.chat_format.has_template, engine.max_length, is_builtin)
@@ -109,26 +100,17 @@ def page_router(server: Server) -> APIRouter:
 
 
 def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
-    """The routes of the page."""
+    """Return the routes of the page."""
     router = APIRouter(include_in_schema=False)
-    files = read_files()
-
-    def send(name: str, request: Request) -> Response:
-        file = files.get(name)
-        if file is None:
-            raise HTTPException(404, f"the page has no file {name!r}")
-        headers = HEADERS | {"etag": file.tag}
-        if request.headers.get("if-none-match") == file.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, media_type=file.media_type, headers=headers)
+    files = PageFiles(directory=DIRECTORY)
 
     @router.get("/")
     async def index(request: Request) -> Response:
-        return send("index.html", request)
+        return await files.get_response("index.html", request.scope)
 
     @router.get("/page/static/{name}")
     async def static(name: str, request: Request) -> Response:
-        return send(name, request)
+        return await files.get_response(name, request.scope)
 
     @router.get("/page/model")
     async def about() -> PageModel:

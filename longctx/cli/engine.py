@@ -1,0 +1,232 @@
+"""Engines made from flags: processes, mesh, memory, weights, compilation, and the progress of their steps."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from longctx.cli.files import read_text
+from longctx.cli.flags import flag, naming
+from longctx.cli.settings import ENGINE_FLAGS, given_topology, parallel_plan
+from longctx.cli.terminal import Console, interrupts
+from longctx.kernels import explain
+from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint
+from longctx.models.params import Params
+from longctx.parallel import make_mesh
+from longctx.parallel.mesh import AXES
+from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
+from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
+from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
+from longctx.serving.executor.interface import Progress
+from longctx.serving.predictor.file import load_profile
+from longctx.serving.profiler import subject
+
+MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
+LOWER = {
+    "params": "take more devices by --stage or --tensor, or --dtype bfloat16",
+    "pages": "lower --num-pages or --page-size; about {fit:,} pages fit",
+    "steps": "lower --max-running or --token-budget",
+}
+"""Advice where memory is short, as `MemoryEstimate.check` takes it."""
+_PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
+
+
+def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
+    """Join the process group that the flags describe; without flags, a group of this process only."""
+    if options.coordinator is None:
+        names = ("num_processes", "process_id", "group_secret_file")
+        given = [flag(name) for name in names if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"{' and '.join(given)} must come with --coordinator")
+        return ProcessGroup.alone()
+    arguments = {name: getattr(options, name) for name in _PROCESSES}
+    if options.ports is not None:
+        low, _, high = options.ports.partition(":")
+        if not (low.isdecimal() and high.isdecimal()):
+            raise ValueError(f"--ports must be LOW:HIGH, got {options.ports!r}")
+        arguments["ports"] = int(low), int(high)
+    if options.group_secret_file is not None:
+        arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file)
+    interrupts.leave_to_python()  # the other processes are told
+    with naming((*_PROCESSES, "ports")):
+        return initialize(**arguments)
+
+
+def make_parameter_mesh(
+    options: argparse.Namespace, plan: ParallelPlan, group: ProcessGroup, console: Console
+) -> Mesh | None:
+    """Make the mesh that the parameters of `options.model` are sharded over; process 0 prints it.
+
+    None: one device.
+    """
+    if group.num_processes == 1:
+        return plan_mesh(plan)
+    group.agree("checkpoint", checkpoint_fingerprint(options.model))
+    if plan.num_devices % group.num_processes:
+        raise ValueError(
+            f"--num-processes must divide the {plan.num_devices} devices of --stage, --context and --tensor, "
+            f"got {group.num_processes}"
+        )
+    make_cpu_devices(plan.num_devices // group.num_processes)
+    mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
+    if group.is_first:
+        console.note(describe_mesh(mesh, group))
+    return mesh
+
+
+def plan_mesh(plan: ParallelPlan) -> Mesh | None:
+    """Make the mesh that a checkpoint's parameters are sharded over; None: one device."""
+    if plan.num_devices == 1:
+        return None
+    make_cpu_devices(plan.num_devices)
+    with naming(AXES):
+        return make_mesh(plan.stage, plan.context, plan.tensor)
+
+
+def make_cpu_devices(count: int) -> None:
+    """Make JAX divide the CPU into as many devices as a plan needs; ValueError if they are too many for a process."""
+    if count > MAX_DEVICES:
+        raise ValueError(f"--stage * --context * --tensor must be at most {MAX_DEVICES} for a process, got {count}")
+    with suppress(RuntimeError):  # JAX has created its devices already, as in tests
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def check_memory(
+    console: Console,
+    model: Llama,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    mesh: Mesh | None,
+    dtype: np.dtype[Any],
+    lower: Mapping[str, str] = LOWER,
+    least_pages: int = 1,
+) -> int:
+    """Check, before weights are loaded, that an engine fits into memory, and print the estimate.
+
+    The result is the number of pages on each context rank.
+
+    Args:
+      mesh: as the checkpoint will be loaded; None: one device.
+      least_pages: pages of the longest request.
+
+    Raises:
+      ValueError: it doesn't fit, or the plan doesn't suit model and devices.
+    """
+    with naming({"plan's stage": "--stage", "plan's tensor": "--tensor"} | {axis: flag(axis) for axis in AXES}):
+        plan.check(model.config, jax.device_count())
+    mesh = mesh or make_mesh()
+    device, max_length = mesh.local_devices[0], config.longest_sequence(model.config.max_positions)
+    with naming(ENGINE_FLAGS):
+        num_pages = config.num_pages
+        if num_pages is None:
+            estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
+            num_pages = default_pages(model, config, mesh, dtype, max_length, param_bytes(model, mesh, dtype))
+        if num_pages * plan.context < least_pages:
+            got = num_pages * plan.context
+            raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
+        needed = estimate(model, config, mesh, dtype, num_pages, max_length)
+        available = needed.check(device, lower)
+    there = "" if available is None else f" of {in_units(available)}"
+    about = "" if config.num_pages or device.platform == "cpu" else " by estimation"
+    console.note(f"memory   {in_units(needed.total)}{there}{about}: {needed}")
+    return num_pages
+
+
+def describe_kernels(model: Llama, config: EngineConfig, dtype: np.dtype[Any]) -> str:
+    """Describe, in a line, which implementation of attention the steps take, and why not another."""
+    heads, kv_heads, size = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+    q = jax.ShapeDtypeStruct((1, heads, size), dtype)
+    pages = jax.ShapeDtypeStruct((1, config.page_size, kv_heads, size), config.kv_dtype or dtype)
+    found = explain(q, pages, paged=True)
+    refused = found.refused.get("mosaic_gpu")
+    reason = f"mosaic_gpu {refused}" if refused else f"ptxas {found.ptxas}"
+    return f"kernels  {found.taken} on {jax.devices()[0].device_kind}: {reason}"
+
+
+def load_engine(
+    options: argparse.Namespace,
+    path: Path,
+    config: EngineConfig,
+    mesh: Mesh | None,
+    dtype: np.dtype[Any],
+    console: Console,
+    **more: Any,
+) -> Engine:
+    """Load a checkpoint and make its engine, see `make_engine`; the kernels are printed.
+
+    Args:
+      path: of the checkpoint.
+      **more: further arguments of `Engine`.
+    """
+    model, params = load_checkpoint(path, mesh, dtype)
+    console.note(describe_kernels(model, config, dtype))
+    return make_engine(options, model, params, config, mesh, **more)
+
+
+def make_engine(
+    options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, mesh: Mesh | None, **more: Any
+) -> Engine:
+    """Make an engine with the plan, topology and `--profile` of the flags; `more` are arguments of `Engine`."""
+    predictor, plan = None, parallel_plan(options) if ParallelPlan in options.fields else None
+    if getattr(options, "profile", None) is not None:
+        predictor = load_profile(options.profile, subject(model, params, config, plan))
+    topology = given_topology(options)
+    with naming(ENGINE_FLAGS):
+        return Engine(model, params, config, mesh, predictor=predictor, plan=plan, topology=topology, **more)
+
+
+def show_compiling(compile_steps: Callable[[Progress], None], console: Console, engine: Engine | None = None) -> float:
+    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took.
+
+    Args:
+      engine: of which is printed, after it, where the memory of accelerators goes.
+    """
+    start = time.perf_counter()
+    if not console.has_bars:  # in a log, minutes of silence look like a hang
+        console.note("compiling")
+    with console.progress("compiling", "program") as show:
+        compile_steps(show)
+    seconds = time.perf_counter() - start
+    console.note(f"compiled in {seconds:.1f} s")
+    if engine is not None and engine.memory is not None:
+        console.note(f"memory\n{engine.memory}")
+    return seconds
+
+
+def steps(engine: Engine, request_id: str, console: Console) -> Iterator[list[Event]]:
+    """Run an engine until it has no work, and yield the events of each step.
+
+    A bar on standard error shows how much of this request's prompt has been prefilled; it closes with the request's
+    first event.
+    """
+    done, total = engine.requests[request_id].progress
+    with console.bar(total=total, initial=done, desc="reading", unit="tok") as bar:
+        is_read = False
+        while not is_read:
+            events = engine.step()
+            is_read = any(event.request_id == request_id for event in events)
+            # Plans run ahead of results, so the prompt counts as prefilled only when its first token has come.
+            read = total if is_read else min(engine.requests[request_id].progress[0], total - 1)
+            bar.update(read - done)
+            done = read
+            if is_read:
+                bar.close()
+            yield events
+    while engine.has_work:
+        yield engine.step()
+
+
+def decode_rate(outputs: Iterable[Output]) -> str:
+    """Tokens per second of outputs generated in one batch, the first token of each not counted."""
+    outputs = [output for output in outputs if output.metrics.output_tokens > 1]
+    if not outputs:
+        return "-"
+    tokens = sum(output.metrics.output_tokens - 1 for output in outputs)
+    seconds = max(o.metrics.finished or 0 for o in outputs) - min(o.metrics.first_token or 0 for o in outputs)
+    return f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"

@@ -1,0 +1,232 @@
+"""Settings of a server that are made from the flags of `longctx serve`, for an engine and for a cluster."""
+
+import argparse
+import contextlib
+import ipaddress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx import extras
+from longctx.cli.files import read_text
+from longctx.cli.flags import flag, naming, prefixing, read
+from longctx.cli.settings import SECRET_FLAGS, engine_config, page_hash_key, tier_config
+from longctx.cluster.peers import check_peers
+from longctx.cluster.server_url import host_port
+from longctx.models.builtin import TINY
+from longctx.serving import EngineConfig
+from longctx.serving.kv_cache.secret import read_secret
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, read_keys
+
+if TYPE_CHECKING:
+    from longctx.cluster.engine_messenger import EngineMessenger
+    from longctx.cluster.engine_transfers import EngineTransfers
+    from longctx.serving.engine.engine import Engine
+
+_BUILTIN_NAME = "longctx-tiny"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TRANSFERS = {
+    **{"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"},
+    **{"url": "--prefill-from", "peers": "--kv-peer"},
+}
+_NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
+_NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
+
+
+def serve_config(options: argparse.Namespace) -> EngineConfig:
+    """Make the configuration of a server's engine from the flags."""
+    tiers, key = tier_config(options), page_hash_key(options)
+    return engine_config(options, tiers=tiers, hash_key=key, transfers=options.role is not None)
+
+
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """Make the settings of a server from the flags."""
+    if options.profile_dir is not None and not options.profile_dir.is_dir():
+        raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
+    keys, hosts = _keys(options, "api"), tuple(name.lower() for name in options.allow_hosts)
+    if not (keys or hosts) and options.host in _LOOPBACK:
+        hosts = _LOOPBACK
+    return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
+
+
+def observer_settings(options: argparse.Namespace) -> ObserverSettings:
+    """Make the settings of observers from the flags."""
+    if options.otlp is not None:
+        extras.check("otlp", "--otlp")
+    return read(ObserverSettings, options)
+
+
+def check_weights(settings: ServerSettings, config: EngineConfig) -> None:
+    """Check that `--tenant-weight` names tenants that there are."""
+    names = {key.name for key in settings.api_keys}
+    for name in config.tenant_weights:
+        if name not in names:
+            raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
+
+
+def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
+    lines = list(getattr(options, f"{who}_key"))
+    file = getattr(options, f"{who}_key_file")
+    if file is not None:
+        lines += read_text(f"--{who}-key-file", file).splitlines()
+    with prefixing(f"--{who}-key: "):
+        return read_keys(lines, who)
+
+
+def model_names(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names by which clients may call the model; the first one is in the answers."""
+    return tuple(options.served_model_name) or (_model_name(options.model),)
+
+
+def _model_name(model: str | Path) -> str:
+    """Return the hub's name of a model, or that of its folder or file, never a path."""
+    if model == TINY:
+        return _BUILTIN_NAME
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
+
+
+def chat_template_text(options: argparse.Namespace) -> str | None:
+    """Read `--chat-template`; None: the tokenizer's own is to be taken."""
+    return None if options.chat_template is None else read_text("--chat-template", options.chat_template)
+
+
+def address_text(name: tuple[Any, ...]) -> str:
+    """Return the address of a socket's name."""
+    return host_port(*name[:2])
+
+
+# Requests that move between servers.
+
+
+def check_transfer_flags(options: argparse.Namespace) -> None:
+    """Check that requests can move as the flags say, before anything is loaded; ValueError names the flag."""
+    if options.role is None:
+        for name in _NEED_ROLE:
+            if getattr(options, name):
+                raise ValueError(f"{flag(name)} needs --role")
+        return
+    with naming(_TRANSFERS):
+        check_peers(options.kv_peer)
+    if options.kv_messenger != "zmq":
+        extras.check("mooncake", f"--kv-messenger {options.kv_messenger}")
+    if options.kv_secret_file is None:
+        raise ValueError("--role needs --kv-secret-file: servers know each other's pages by keys made with it")
+    if not options.prefix_cache:
+        raise ValueError("--role contradicts --no-prefix-cache: pages have keys there")
+    if options.record:
+        raise ValueError("--role contradicts --record: a replay has no other server")
+    if options.prefill_key_file is not None and not options.prefill_from:
+        raise ValueError("--prefill-key-file needs --prefill-from")
+    if options.role == "prefill" and options.prefill_from:
+        raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
+    if _is_any(options.kv_host) and options.kv_advertise is None:
+        raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: no other host can reach that address")
+
+
+def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTransfers] | None":
+    """Return what makes the transfers of an engine, by the flags; None: requests stay where they are."""
+    if options.role is None:
+        return None
+    secret, prefill_key = _secret(options), None
+    if options.prefill_key_file is not None:
+        prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()
+
+    def make(engine: "Engine") -> "EngineTransfers":
+        from longctx.cluster.engine_transfers import EngineTransfers
+
+        with naming(_TRANSFERS):
+            return EngineTransfers(
+                _messenger(options, secret, engine),
+                options.kv_peer,
+                options.role,
+                options.prefill_from,
+                prefill_key,
+                options.prefill_inline,
+            )
+
+    return make
+
+
+def follower_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMessenger | None":
+    """Make what moves the pages of a process that follows another one, by the flags; None: they stay."""
+    if options.role is None:
+        return None
+    secret = _secret(options)
+    with naming(_TRANSFERS):
+        return _messenger(options, secret, engine)
+
+
+def _messenger(options: argparse.Namespace, secret: str, engine: "Engine") -> "EngineMessenger":
+    from longctx.cluster.engine_messenger import EngineMessenger
+
+    return EngineMessenger(
+        engine,
+        options.kv_host,
+        options.kv_port,
+        secret,
+        options.kv_advertise,
+        messenger=options.kv_messenger,
+        is_plain=options.kv_plain,
+    )
+
+
+def _secret(options: argparse.Namespace) -> str:
+    with naming(SECRET_FLAGS):
+        return read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+# A server that becomes an instance of a cluster.
+
+
+def check_join_flags(options: argparse.Namespace) -> None:
+    """Check that the server can join as the flags say, before anything is loaded; ValueError names the flag."""
+    if not options.join:
+        for name in _NEED_JOIN:
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag(name)} needs --join")
+        return
+    from longctx.cluster.join import check_join_url, router_url
+
+    if options.role is None:
+        raise ValueError("--join needs --role: requests move between the instances of a cluster")
+    if options.join_role not in (None, options.role) and options.role != "both":
+        raise ValueError(f"--join-role {options.join_role} contradicts --role {options.role}")
+    with naming({"join_url": "--join-url", "join": "--join"}):
+        for each in options.join:
+            router_url(each)
+        if options.join_url is not None:
+            check_join_url(options.join_url)
+    if options.join_url is None and options.host in ("0.0.0.0", "::"):
+        raise ValueError(f"--join with --host {options.host} needs --join-url: where the router reaches this server")
+    _join_key(options)
+
+
+def joining(options: argparse.Namespace, address: str, is_open: Callable[[], bool]) -> AbstractContextManager[object]:
+    """Return what registers the server with routers, while it is entered.
+
+    Args:
+      address: where the server listens.
+      is_open: whether it takes requests now.
+    """
+    if not options.join:
+        return contextlib.nullcontext()
+    from longctx.cluster.join import Joining
+
+    url = options.join_url or f"http://{address}"
+    role = options.join_role or options.role
+    return Joining(options.join, url, role, is_open, _join_key(options), options.join_name)
+
+
+def _join_key(options: argparse.Namespace) -> str | None:
+    if options.join_key_file is None:
+        return None
+    return read_text("--join-key-file", options.join_key_file).strip()

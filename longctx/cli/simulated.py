@@ -1,0 +1,161 @@
+"""Deployments and workloads made from the flags of `longctx simulate`. Nothing here imports JAX."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longctx.cli.files import check_input
+from longctx.cli.flag_sets import ModelFlags, SimulateFlags, WorkloadFlags
+from longctx.cli.flags import check_options, flag, naming, prefixing
+from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
+from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise
+from longctx.models.config import LlamaConfig
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.file import read_profile
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import FieldType, field_types
+from longctx.simulation.deployment import BaselineDeployment, Deployment
+from longctx.simulation.models import MODELS
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
+
+MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
+
+SWEPT = (
+    *("model", "topology", "baseline", "instances", "stage", "context", "tensor", "rank_tokens", "placement"),
+    *("exchange", "policy", "chunking", "max_share", "token_budget", "max_running", "page_size", "admission"),
+    *("ttft_factor", "ttft_least", "tpot", "tpot_factor", "tpot_scope", "step_seconds", "qps", "users", "requests"),
+    "seed",
+)
+"""Names that `--sweep` takes: those of flags."""
+
+
+def named_model(text: str) -> LlamaConfig:
+    """A model by its name, or that of a folder's `config.json`.
+
+    Raises:
+      ValueError: there is neither such a model nor such a folder, or the file is no configuration.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    path = Path(text)
+    if (path / "config.json").is_file():
+        with prefixing("--model: "):
+            return LlamaConfig.from_hf(path / "config.json")
+    raise ValueError(f"--model must be one of {', '.join(MODELS)}, or a folder with config.json, got {text!r}")
+
+
+def apply_plan(options: argparse.Namespace) -> None:
+    """Set what `--plan` says, as the flags of devices do; ValueError if it has another form."""
+    if options.plan is None:
+        return
+    for part in options.plan.split(","):
+        name, equals, value = part.strip().partition("=")
+        name = name.strip().replace("-", "_")
+        sizes = field_types(ParallelPlan)
+        if not equals or name not in sizes:
+            raise ValueError(f"--plan must be NAME=VALUE with names of {', '.join(sizes)}, got {part!r}")
+        try:
+            setattr(options, name, int(value) if sizes[name].kind is int else value)
+        except ValueError:
+            raise ValueError(f"--plan must have an integer for {name}, got {value!r}") from None
+
+
+def make_deployment(options: argparse.Namespace, longest: int | None = None) -> Deployment:
+    """The engines to simulate; errors name flags.
+
+    Args:
+      longest: tokens of the longest request; None: as long as the model takes.
+    """
+    model = named_model(options.model)
+    topology = given_topology(options)
+    assert topology is not None
+    plan = parallel_plan(options)
+    if (devices := options.instances * plan.num_devices) > MAX_DEVICES:
+        raise ValueError(f"--instances and --plan must have at most {MAX_DEVICES:,} devices together, got {devices:,}")
+    config = engine_config(options, max_length=longest)
+    names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
+    with naming(names), naming(ENGINE_FLAGS):
+        if options.baseline is not None:
+            return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
+        measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
+        return Deployment(model, topology, plan, config, options.instances, measured)
+
+
+def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:
+    """The predictor of a profile; ValueError if it was measured on another engine, whatever its devices were."""
+    predictor, subject = read_profile(path)
+    given = dataclasses.asdict(model) | dataclasses.asdict(config) | {"buckets": list(config.row_buckets)}
+    sizes = dataclasses.asdict(plan) if plan.num_devices > 1 else None
+    for name, value in ({"kv_dtype": None} | subject).items():
+        if name == "plan":
+            there, here = value, None if sizes is None else {axis: sizes[axis] for axis in value}
+        else:
+            there, here = value, given.get(name, value)
+        if there != here:
+            raise ValueError(f"--profile: {path} was measured on another engine: {name} is {there} there, {here} here")
+    if sizes is not None and "plan" not in subject:
+        raise ValueError(f"--profile: {path} was measured on one device")
+    return predictor
+
+
+def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
+    """The requests to simulate, in order of arrival, and how many `--max-length` leaves out; errors name flags."""
+    if options.mix is None:
+        requests = read_requests(options)
+    else:
+        with naming({"mix": "--mix"}):
+            requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
+        if options.rate is not None:
+            requests = arrive_at_rate(requests, options.rate, options.seed)
+    if any(request.prompt is not None for request in requests):
+        if not Path(options.model).is_dir():
+            raise ValueError("--workload has prompts, whose tokens --model must tell: a folder with a tokenizer")
+        requests = tokenise(requests, Path(options.model), model.vocab_size)
+    requests, num_skipped = keep_fitting(requests, options, model.max_positions)
+    if options.users is not None:
+        with naming({"users": "--users", "requests": "--users: requests"}):
+            requests = closed_loop(requests, options.users)
+    if options.jitter is not None:
+        requests = jitter_arrivals(requests, options.jitter, options.seed)
+    return requests, num_skipped
+
+
+def check_simulation(options: argparse.Namespace) -> None:
+    """Check flags alone; ValueError, with the flag."""
+    check_options(options)  # those of a sweep's point, too
+    if options.mix is not None:
+        for name in ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag(name)} contradicts --mix")
+    check_workload(options)
+    if options.profile is not None:
+        check_input("--profile", options.profile)
+        if options.baseline is not None:
+            raise ValueError("--profile contradicts --baseline: systems are compared on predicted devices")
+    for name in ("rate", "jitter"):
+        if options.users is not None and getattr(options, name) is not None:
+            raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")
+
+
+def swept_values() -> dict[str, Callable[[str], Any]]:
+    """Return what makes a value of text, for each name of `--sweep`."""
+    kinds: dict[str, FieldType] = {}
+    for settings in (EngineConfig, Slo, ParallelPlan, WorkloadFlags, ModelFlags, SimulateFlags):
+        kinds |= field_types(settings)
+    return {
+        name: kind if kind in (int, float) else str
+        for name in SWEPT
+        for kind in [kinds["rate" if name == "qps" else name].kind]
+    }
+
+
+def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
+    """Options as if flags had these values."""
+    changed = argparse.Namespace(**vars(options))
+    for name, value in values.items():
+        setattr(changed, "rate" if name == "qps" else name, value)
+    return changed

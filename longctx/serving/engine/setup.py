@@ -1,0 +1,296 @@
+"""Setup of an engine: its mesh, its plan, how many pages each rank has room for, its predictor."""
+
+import datetime
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.typing import DTypeLike
+
+from longctx.models import Llama, Tokenizer
+from longctx.models.params import Params
+from longctx.parallel.mesh import AXES, make_mesh
+from longctx.parallel.topology import Topology, find_topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.distributed.lockstep import check_config
+from longctx.serving.distributed.mesh import make_process_mesh
+from longctx.serving.distributed.process_group import ProcessGroup
+from longctx.serving.engine.build import Built, build_core
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.memory import (
+    default_pages,
+    estimate,
+    head_bytes,
+    memory_use,
+    most_pages,
+    param_bytes,
+    steps_in_flight,
+)
+from longctx.serving.engine.page_fingerprint import page_fingerprint
+from longctx.serving.executor.executor import DeviceExecutor
+from longctx.serving.executor.page_fit import PageFit
+from longctx.serving.kv_cache.connector import PageKeeper
+from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.kv_cache.tiers.store import open_store
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import element_bytes_of, roofline
+from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.recording.header import Header, custom_policy, writable
+from longctx.serving.recording.recorder import Recorder
+from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
+from longctx.serving.runner.page_parts import process_part
+
+
+class PageIdentity(NamedTuple):
+    """Layout of pages, and a digest of model and weights: all that they depend on but their tokens."""
+
+    layout: PageLayout
+    fingerprint: bytes
+
+
+class EngineSetup(NamedTuple):
+    """The arguments of an engine, checked against each other and completed.
+
+    `num_pages` is of each context rank; `is_profiled`: whether the predictor was given.
+    """
+
+    model: Llama
+    config: EngineConfig
+    plan: ParallelPlan
+    mesh: Mesh | None
+    tokenizer: Tokenizer | None
+    predictor: Predictor
+    is_profiled: bool
+    num_pages: int
+    max_length: int
+    topology: Topology
+    element_bytes: int
+
+    def identify_pages(self, params: Params | None) -> PageIdentity | None:
+        """Identify the engine's pages to tiers and other engines; None if they stay in it."""
+        if params is None or not (self.config.tiers or self.config.transfers):
+            return None
+        model, dtype = self.model.config, self.config.kv_dtype or str(params["embed"].dtype)
+        layout = PageLayout(model.num_layers, model.num_kv_heads, model.head_dim, self.config.page_size, dtype)
+        return PageIdentity(layout, page_fingerprint(model, params, layout))
+
+    def open_store(self, pages: PageIdentity | None) -> PageKeeper | None:
+        """Open what keeps pages beyond the devices, as `config.tiers` says; None: nothing. A process keeps its part.
+
+        Raises:
+          ValueError, OSError: it can't.
+        """
+        if pages is None or self.config.tiers is None:
+            return None
+        part = None if self.mesh is None else process_part(self.mesh, self.model.config)
+        return open_store(self.config.tiers, *pages, part=part)
+
+    def make_executor(
+        self, params: Params | None, store: PageKeeper | None = None, group: ProcessGroup | None = None
+    ) -> tuple[DeviceExecutor, Self]:
+        """Make the executor that runs batches on the mesh; returns it, and this setup with its number of pages.
+
+        On accelerators these are as many as fit beside the largest programs of a step, which are compiled to find out.
+
+        Raises:
+          ValueError: there are no parameters, or there is no room for a page.
+        """
+        if params is None or self.mesh is None:
+            raise ValueError("params must be given, unless an executor is")
+        fit = self._page_fit(params["embed"].dtype, group)
+        executor = DeviceExecutor.on_mesh(
+            self.model,
+            params,
+            self.config,
+            self.plan,
+            self.mesh,
+            self.num_pages if fit is None else self.config.num_pages,
+            self.max_length,
+            store,
+            fit,
+        )
+        return executor, self._replace(num_pages=executor.num_pages)
+
+    def _page_fit(self, dtype: DTypeLike, group: ProcessGroup | None) -> PageFit | None:
+        """Make the search for how many pages fit into an accelerator's memory; None for CPUs."""
+        mesh, most = self.mesh, most_pages(self.config, self.max_length)
+        if mesh is None or DeviceMemory.of(mesh.local_devices) is None:
+            return None
+
+        def measure() -> MemoryUse:
+            memory = DeviceMemory.of(mesh.local_devices)
+            assert memory is not None
+            return memory_use(self.model, self.config, mesh, dtype, memory, self.max_length)
+
+        if group is None or group.num_processes == 1:
+            return PageFit(measure, most, steps_in_flight(self.config))
+        return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
+
+    def make_core(self) -> Built:
+        """Make the core, and what turns requests into its sequences."""
+        built = build_core(
+            self.model.config,
+            self.config,
+            self.plan,
+            self.predictor,
+            self.num_pages,
+            self.max_length,
+            self.tokenizer,
+            self.topology,
+            self.element_bytes,
+        )
+        built.core.is_profiled = self.is_profiled
+        return built
+
+    def begin_recording(self, recorder: Recorder, params: Params | None, core: Core, leads: bool) -> None:
+        """Let a recorder record the engine's core.
+
+        Raises:
+          ValueError: it records another engine, or this one follows another process.
+          OSError: the log can't be written.
+        """
+        if not leads:
+            raise ValueError("recorder must be None but in the first process, which all others follow")
+        header = Header(
+            model=self.model.config,
+            model_name=recorder.model_name,
+            weights=recorder.weights,
+            config=self.config,
+            custom_policy=custom_policy(self.config),
+            plan=self.plan,
+            num_pages=self.num_pages,
+            max_length=self.max_length,
+            predictor=writable(self.predictor),
+            dtype=None if params is None else str(params["embed"].dtype),
+            is_private=recorder.is_private,
+            topology=self.topology,
+            created=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
+        )
+        recorder.begin(header, core)
+
+
+def resolve(
+    model: Llama,
+    params: Params | None,
+    config: EngineConfig | None,
+    mesh: Mesh | None,
+    plan: ParallelPlan | None,
+    tokenizer: Tokenizer | None,
+    predictor: Predictor | None,
+    process_group: ProcessGroup | None,
+    topology: Topology | None = None,
+) -> EngineSetup:
+    """Check and complete the arguments of an `Engine`, which says what they are.
+
+    Raises:
+      TypeError, ValueError: they contradict each other, the model, the devices, or those of other processes.
+    """
+    config = config or EngineConfig()
+    plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
+    max_length = config.longest_sequence(model.config.max_positions)
+    num_pages = resolve_num_pages(model, params, config, max_length, mesh)
+    topology = resolve_topology(topology, plan, mesh)
+    if process_group is not None and process_group.num_processes > 1:
+        config, num_pages = check_config(
+            process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages, topology
+        )
+    is_profiled = predictor is not None
+    element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
+    if predictor is None:
+        sizes: Any = {axis: getattr(plan, axis) for axis in AXES}
+        predictor = roofline(
+            model.config,
+            topology,
+            config.token_budget,
+            element_bytes=element_bytes,
+            kv_dtype=config.kv_dtype,
+            buckets=config.row_buckets if plan.context == 1 else (),
+            **sizes,
+        )
+    check_predictor(predictor, config.token_budget)
+    return EngineSetup(
+        model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
+    )
+
+
+def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh | None) -> Topology:
+    """The given topology, or the one that is found from the mesh.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it has no link for an axis of the plan.
+    """
+    if topology is None:
+        return find_topology(mesh)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a Topology, such as Topology.preset('h100-rdma'), got {topology!r}")
+    topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+    return topology
+
+
+def resolve_mesh(
+    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, group: ProcessGroup | None = None
+) -> tuple[ParallelPlan, Mesh | None]:
+    """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params.
+
+    Raises:
+      TypeError, ValueError: they contradict each other, the model, or the devices that there are.
+    """
+    if plan is not None and not isinstance(plan, ParallelPlan):
+        raise TypeError(f"plan must be a ParallelPlan, got {plan!r}")
+    if mesh is not None:
+        unknown = set(mesh.shape) - set(AXES)
+        if unknown:
+            raise ValueError(f"mesh must have the axes stage, context and tensor, got {tuple(mesh.shape)}")
+        sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}
+        plan = ParallelPlan(**sizes) if plan is None else plan
+        if any(getattr(plan, axis) != size for axis, size in sizes.items()):
+            raise ValueError(f"mesh must be of the plan's sizes, {plan}, got {sizes}")
+        devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.shape])
+        mesh = Mesh(devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    elif params is not None:
+        there = params["embed"].devices()
+        if plan is None and len(there) > 1:
+            raise ValueError(f"mesh or plan must be given for parameters on {len(there)} devices")
+        plan = plan or ParallelPlan()
+    plan = plan or ParallelPlan()
+    # An executor that was given needs no devices.
+    plan.check(model.config, plan.num_devices if params is None else jax.device_count())
+    if params is None:
+        return plan, mesh
+    if mesh is None:
+        if group is not None and group.num_processes > 1:
+            mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
+        elif plan.num_devices == 1:
+            there = sorted(params["embed"].devices(), key=lambda device: device.id)
+            mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+        else:
+            mesh = make_mesh(plan.stage, plan.context, plan.tensor)
+    found, expected = len({device.process_index for device in mesh.devices.flat}), group.num_processes if group else 1
+    if found != expected:
+        raise ValueError(
+            f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"
+        )
+    return plan, mesh
+
+
+def resolve_num_pages(
+    model: Llama, params: Params | None, config: EngineConfig, max_length: int, mesh: Mesh | None
+) -> int:
+    """Pages on each context rank: `num_pages`, or as many as all that may run could ever need, if there is room.
+
+    Raises:
+      ValueError: there is no room, with the numbers.
+    """
+    if params is None or mesh is None:
+        return config.num_pages or most_pages(config, max_length)
+    dtype = params["embed"].dtype
+    needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
+    needed.check(mesh.local_devices[0])
+    if config.num_pages is not None:
+        return config.num_pages
+    placed = params["embed"].devices() == set(mesh.devices.flat)
+    # What is placed already stays, but for the head, which is spread over stages too.
+    besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
+    return default_pages(model, config, mesh, dtype, max_length, besides)

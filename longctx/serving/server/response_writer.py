@@ -1,0 +1,335 @@
+"""Writer of responses: one answer or its chunks, of a call's outputs and events, in the forms of OpenAI's two APIs.
+
+`msgspec` writes the JSON, since a stream has a chunk for each token. A token that is part of a character has bytes in
+log probabilities, and no text.
+"""
+
+import codecs
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from msgspec import UNSET, Struct, UnsetType, json
+
+from longctx.models.tokenizer import TokenBytes
+from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
+from longctx.serving.server.request_parser import ParsedCall, token_text
+from longctx.serving.server.schemas import ChatBody, CompletionBody
+
+_LEAST = -9999.0  # JSON has no minus infinity
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+    "moved": "abort",
+}
+
+encode = json.Encoder().encode
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Struct):
+    """Lists of `/v1/completions` with an entry for each token. The first token of all has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: "list[ChatLogprob] | UnsetType" = UNSET
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+
+
+class Message(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(Struct):
+    """Choice with its `text` (completions), its `message` (chats), or what a chunk adds to that (`delta`)."""
+
+    index: int
+    text: str | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    delta: Message | UnsetType = UNSET
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(Struct):
+    """Whole answer, or a chunk of one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
+    """Return the log probabilities of tokens, in order."""
+    content = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        own = token_bytes.of(token)
+        top = []
+        for other, value in logprob.top:
+            its = token_bytes.of(other)
+            top.append(ChatLogprob(token_text(its), max(value, _LEAST), list(its)))
+        content.append(ChatLogprob(token_text(own), max(logprob.logprob, _LEAST), list(own), top))
+    return ChatLogprobs(content)
+
+
+class LogprobLists:
+    """Writes the lists of `/v1/completions`, piece by piece; `text_offset` counts characters of the choice's text."""
+
+    def __init__(self, token_bytes: TokenBytes, offset: int = 0) -> None:
+        self._bytes, self._offset = token_bytes, offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob | None]) -> CompletionLogprobs:
+        lists = CompletionLogprobs([], [], [], [])
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            own = self._bytes.of(token)
+            name = token_text(own)
+            lists.tokens.append(name)
+            lists.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(own))
+            if logprob is None:
+                lists.token_logprobs.append(None)
+                lists.top_logprobs.append(None)
+                continue
+            lists.token_logprobs.append(max(logprob.logprob, _LEAST))
+            top = {token_text(self._bytes.of(other)): max(value, _LEAST) for other, value in logprob.top}
+            lists.top_logprobs.append({name: max(logprob.logprob, _LEAST)} | top if top else {})
+        return lists
+
+
+class ResponseWriter(ABC):
+    """Writes what a call's client gets. Choices are numbered over all prompts; each copy of a choice is written.
+
+    Attributes:
+      transfer_params: `kv_transfer_params` of the whole answer.
+    """
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        self._call, self._bytes = call, token_bytes
+        self.id, self._model, self._created = f"{self.prefix}-{call_id}", model, int(time.time())
+        options = call.body.stream_options
+        self._reports_at_end = bool(options and options.include_usage)
+        self._reports_always = bool(options and options.continuous_usage_stats)
+        self._num_prompt = sum(len(request.tokens) for request in call.requests)
+        self._num_cached = [0] * len(call.requests)
+        self._num_output = 0
+        self._gives_tokens = bool(call.body.return_token_ids)
+        self.transfer_params: dict[str, Any] | None = None
+
+    def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
+        """Return the answer of all outputs, by the number of the request and their index."""
+        choices: list[Choice] = []
+        for (number, index), output in sorted(outputs.items()):
+            self._count(number, self._kept(output.token_ids), output)
+            choices += [self._choice(choice, number, output) for choice in self._choices(number, index)]
+        answer = Answer(self.id, self.object, self._created, self._model, choices, self._usage(is_end=True))
+        if self.transfer_params is not None:
+            answer.kv_transfer_params = self.transfer_params
+        return answer
+
+    def begin(self) -> Iterator[Answer]:
+        """Yield the chunks before any token."""
+        for number in range(len(self._call.requests)):
+            for choice in range(number * self._call.num_choices, (number + 1) * self._call.num_choices):
+                first = self._first(choice, number)
+                if first is not None:
+                    yield self._chunk(first)
+
+    def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Answer]:
+        """Yield the chunks of the events of a request."""
+        for event in events:
+            tokens = self._kept(event.token_ids)
+            self._count(number, tokens, event.output)
+            if event.text or event.output is not None or event.logprobs or (self._gives_tokens and tokens):
+                for choice in self._choices(number, event.index):
+                    piece = self._piece(choice, number, event)
+                    if piece is not None:
+                        yield self._chunk(piece)
+
+    def end(self) -> Iterator[Answer]:
+        """Yield the chunk after all others, which has no choices, if the client asked for the usage."""
+        if self._reports_at_end:
+            yield Answer(self.id, self.chunk_object, self._created, self._model, [], self._usage(is_end=True))
+
+    @abstractmethod
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
+        """Return a whole choice."""
+
+    @abstractmethod
+    def _first(self, choice: int, number: int) -> Choice | None:
+        """Return the beginning of a choice before there is any token."""
+
+    @abstractmethod
+    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
+        """Return what an event adds to a choice."""
+
+    def _kept(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that count: all of them."""
+        return tokens
+
+    def _choices(self, number: int, index: int) -> range:
+        """Return the numbers of the choices that a completion makes."""
+        first = number * self._call.num_choices + index
+        return range(first, first + self._call.copies)
+
+    def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
+        self._num_output += len(tokens) * self._call.copies
+        if output is not None:
+            self._num_cached[number] = max(self._num_cached[number], output.metrics.cached_tokens)
+
+    def _usage(self, is_end: bool) -> Usage:
+        details = PromptTokensDetails(sum(self._num_cached)) if is_end else None
+        return Usage(self._num_prompt, self._num_output, self._num_prompt + self._num_output, details)
+
+    def _chunk(self, choice: Choice) -> Answer:
+        usage: Usage | UnsetType | None = None if self._reports_at_end else UNSET
+        if self._reports_always:
+            usage = self._usage(is_end=False)
+        return Answer(self.id, self.chunk_object, self._created, self._model, [choice], usage)
+
+
+class ChatWriter(ResponseWriter):
+    """Writer of `/v1/chat/completions`."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(call, call_id, model, token_bytes)
+        self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
+
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
+        logprobs = self._logprobs(output.token_ids, output.logprobs or ())
+        tokens = output.token_ids if self._gives_tokens else UNSET
+        message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
+        return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
+
+    def _first(self, choice: int, number: int) -> Choice:
+        return Choice(choice, delta=Message("assistant", ""))
+
+    def _piece(self, choice: int, number: int, event: Event) -> Choice:
+        logprobs = self._logprobs(event.token_ids, event.logprobs)
+        reason = None if event.output is None else _REASONS[event.output.finish_reason]
+        tokens = list(event.token_ids) if self._gives_tokens else UNSET
+        delta = Message(content=event.text) if event.text or event.output is None else Message()
+        return Choice(choice, delta=delta, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(self._bytes, tokens, logprobs) if self._has_logprobs else None
+
+
+class CompletionWriter(ResponseWriter):
+    """Writer of `/v1/completions`."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(call, call_id, model, token_bytes)
+        body = cast(CompletionBody, call.body)
+        self._echoes, self._has_logprobs, self._keeps = bool(body.echo), body.logprobs is not None, body.max_tokens != 0
+        # The log probabilities of a prompt are known with the last event of its first completion.
+        self._is_late = self._echoes and self._has_logprobs
+        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._late: list[tuple[int, int, Output]] = []
+        self._lists: dict[int, LogprobLists] = {}
+
+    def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
+        for (number, index), output in outputs.items():
+            self._note_prompt(number, index, output)
+        return super().whole(outputs)
+
+    def _choice(self, choice: int, number: int, output: Output) -> Choice:
+        tokens = self._kept(output.token_ids)
+        text = output.text if self._keeps else ""
+        if self._echoes:
+            text = self._call.texts[number] + text
+        given = list(tokens) if self._gives_tokens else UNSET
+        prompt = self._call.requests[number].tokens.tolist() if self._gives_tokens else UNSET
+        reason = _REASONS[output.finish_reason] if self._keeps else "length"
+        logprobs = self._whole_logprobs(number, output)
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given, prompt_token_ids=prompt)
+
+    def _whole_logprobs(self, number: int, output: Output) -> CompletionLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        tokens, logprobs = list(self._kept(output.token_ids)), list(self._kept(output.logprobs or []))
+        if not self._echoes:
+            return LogprobLists(self._bytes).write(tokens, logprobs)
+        prompt = self._call.requests[number].tokens.tolist()
+        of_prompt: list[TokenLogprob | None] = [None, *self._prompt_logprobs[number]]
+        return LogprobLists(self._bytes).write([*prompt, *tokens], [*of_prompt, *logprobs])
+
+    def _first(self, choice: int, number: int) -> Choice | None:
+        if not self._echoes or self._is_late:
+            return None
+        return Choice(choice, self._call.texts[number])
+
+    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
+        output = event.output
+        if self._is_late:
+            if output is not None:
+                self._note_prompt(number, event.index, output)
+                self._late.append((choice, number, output))
+            return None
+        text, tokens = (event.text, event.token_ids) if self._keeps else ("", ())
+        reason = None if output is None else _REASONS[output.finish_reason] if self._keeps else "length"
+        logprobs = None
+        if self._has_logprobs:
+            lists = self._lists.setdefault(choice, LogprobLists(self._bytes))
+            logprobs = lists.write(tokens, event.logprobs)
+        given = list(tokens) if self._gives_tokens else UNSET
+        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given)
+
+    def end(self) -> Iterator[Answer]:
+        for choice, number, output in sorted(self._late, key=lambda late: late[0]):
+            yield self._chunk(self._choice(choice, number, output))
+        yield from super().end()
+
+    def _kept(self, tokens: Sequence) -> Sequence:
+        """Return no tokens, if the client asked for none: the engine makes at least one."""
+        return tokens if self._keeps else tokens[:0]
+
+    def _note_prompt(self, number: int, index: int, output: Output) -> None:
+        if index == 0 and output.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = output.prompt_logprobs
+
+
+def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
+    """Return the writer of a call's API."""
+    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
+    return kind(call, call_id, model, token_bytes)

@@ -1,0 +1,117 @@
+"""Routes between servers: moving requests, and the control of a cluster's instances by its router.
+
+`AuthMiddleware` lets administrators alone use them, where there are keys.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import client_of
+from longctx.serving.server.errors import ApiError, not_servable
+from longctx.serving.server.frontend import ActiveCall, CallStream
+from longctx.serving.server.kv_events import block_hash
+from longctx.serving.server.relay import encode_events
+from longctx.serving.server.request_parser import ParsedCall
+from longctx.serving.server.schemas import CompletionBody, DrainBody, MigrateBody, ResumeBody, SwapBody, body_of
+from longctx.serving.server.server import Server
+from longctx.serving.server.transfers import Transfers
+
+_ALIVE_SECONDS = 2.0  # after which an empty line says that the request lives
+_SWAP_SECONDS = 30.0
+
+
+def internal_router(server: Server) -> APIRouter:
+    """Return the routes that other servers use."""
+    router = APIRouter(tags=["internal"])
+
+    @router.post("/migrate", openapi_extra=body_of(MigrateBody))
+    async def migrate(request: Request) -> JSONResponse:
+        """Move running requests to another server, which must know the same key. Their streams go on here."""
+        _transfers(server)
+        body = await server.bodies.fields(request, MigrateBody)
+        if server.migration is None:
+            raise ApiError(503, "the server is not ready yet: see /ready", None, "server_is_overloaded", 1.0)
+        migration, authorization = server.migration, request.headers.get("authorization")
+        url = migration.resume_url(body.to)
+        was_draining, server.is_draining = server.is_draining, server.is_draining or body.drain
+        moved = await migration.move(url, _ids(server, body), authorization)
+        if moved.kept and not moved.moved:  # the other server is not there, or not for these requests
+            server.is_draining = was_draining
+        return JSONResponse({**moved._asdict(), "draining": server.is_draining})
+
+    @router.post("/resume", openapi_extra=body_of(ResumeBody))
+    async def resume(request: Request) -> CallStream:
+        """Begin or go on with a request of another server: lines of JSON, one for the events of each step."""
+        transfers = _transfers(server)
+        server.check_accepting()
+        arrival, client = server.engine.now(), client_of(request)
+        body = await server.bodies.fields(request, ResumeBody)
+        params = body.kv_transfer_params
+        if params is not None and params.remote_engine_id == transfers.info()["engine_id"]:
+            raise ApiError(409, "a request can't move to the server that it comes from", "to", "cannot_move")
+        prepared = await asyncio.to_thread(_prepare, server, body)
+        received = transfers.resume(params, body.prefill, prepared, request.headers)
+        call = ParsedCall(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
+        active = await server.start_call(client.request_id, client.shown_id, call, arrival, None, received)
+        return CallStream(server, client.request_id, _lines(active), "application/x-ndjson")
+
+    @router.post("/drain", openapi_extra=body_of(DrainBody))
+    async def drain(request: Request) -> JSONResponse:
+        """Take no new requests from now on, or take some again; those that run go on."""
+        body = await server.bodies.fields(request, DrainBody)
+        server.set_draining(body.drain)
+        return JSONResponse({"draining": server.is_draining, "requests": len(server.calls)})
+
+    @router.post("/kv_swap", openapi_extra=body_of(SwapBody))
+    async def kv_swap(request: Request) -> JSONResponse:
+        """Evict unused blocks from the devices or the host's memory; slower tiers keep what they have."""
+        body = await server.bodies.fields(request, SwapBody)
+        if not server.engine.takes_handoffs:
+            raise ApiError(409, "pages of an engine that is recorded stay", code="cannot_swap")
+        wanted = frozenset(body.keys)
+        evicted = server.engine.pages.evict(body.tier, lambda key: block_hash(key) in wanted)
+        try:
+            async with asyncio.timeout(_SWAP_SECONDS):
+                return JSONResponse({"evicted": await asyncio.wrap_future(evicted)})
+        except TimeoutError:
+            raise ApiError(503, "no step has ended meanwhile", code="server_is_overloaded", retry_after=1.0) from None
+
+    return router
+
+
+def _transfers(server: Server) -> Transfers:
+    if server.transfers is None:
+        raise ApiError(409, "this server moves no requests: start it with --role", code="cannot_move")
+    return server.transfers
+
+
+def _ids(server: Server, body: MigrateBody) -> list[str]:
+    """Return the engine's ids of the requests that clients, or their answers, call so."""
+    names = body.request_ids
+    calls = [*server.calls.values()] if names is None else [call for name in names for call in server.find(name)]
+    return list(dict.fromkeys(request_id for call in calls for request_id in call.request_ids))
+
+
+def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:
+    try:
+        return server.engine.prepare(body.request)
+    except (TypeError, ValueError) as error:
+        raise not_servable(error) from None
+
+
+async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
+    try:
+        yield b"\n"
+        while active.is_open:
+            taken = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ALIVE_SECONDS):
+                    taken = await active.take()
+            yield b"".join(encode_events(events) for _, events in taken) or b"\n"
+    except ApiError:
+        return  # the other server goes on by itself

@@ -1,0 +1,246 @@
+"""OpenAI's API: completions and chats, streaming or not, tokens, models, and caches of documents."""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
+from longctx.serving.request.output import Output
+from longctx.serving.server.auth import client_of
+from longctx.serving.server.caches import CacheDeleted, CacheList
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
+from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
+from longctx.serving.server.response_writer import ResponseWriter, encode, make_writer
+from longctx.serving.server.schemas import (
+    CacheBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    body_of,
+)
+from longctx.serving.server.server import Server
+from longctx.serving.server.transfers import begin_transfer, response_params
+
+_TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+_TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+_UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_GONE = 499  # of an answer that has no reader
+_LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
+
+
+def openai_router(server: Frontend) -> APIRouter:
+    """Return the routes that an engine's server and a router of a cluster have in common."""
+    router = APIRouter(tags=["openai"])
+    started = int(time.time())
+
+    async def prepare(request: Request, kind: Kind) -> Any:
+        async with server.bodies.read(request) as body:
+            return await server.preparer.read(kind, body, origin_of(request))
+
+    async def render(request: Request, kind: Kind) -> list[dict[str, Any]]:
+        async with server.bodies.read(request) as body:
+            return _rendered(server, await server.read(kind, body, origin_of(request)))
+
+    def model(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "longctx",
+            "root": server.model_name,
+            "parent": None,
+            "max_model_len": server.max_length,
+        }
+
+    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        return await _respond(server, request, "completions")
+
+    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        return await _respond(server, request, "chat")
+
+    @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
+    async def render_completions(request: Request) -> Response:
+        """Return the tokens of each prompt, and how others would be drawn."""
+        return _json(await render(request, "completions"))
+
+    @router.post("/v1/chat/completions/render", openapi_extra=body_of(ChatBody))
+    async def render_chat(request: Request) -> Response:
+        """Return the tokens of a chat by its template, and how others would be drawn."""
+        return _json((await render(request, "chat"))[0])
+
+    @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a text, or of a chat."""
+        tokens, names = await prepare(request, "tokenize")
+        answer = {"count": len(tokens), "max_model_len": server.max_length, "tokens": tokens}
+        return _json(answer | {"token_strs": names})
+
+    @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens."""
+        return _json({"prompt": await prepare(request, "detokenize")})
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the names of the model."""
+        return {"object": "list", "data": [model(name) for name in server.model_names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model_named(name: str) -> dict[str, Any]:
+        """Describe the model by one of its names."""
+        if name not in server.model_names:
+            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+        return model(name)
+
+    return router
+
+
+def caches_router(server: Server) -> APIRouter:
+    """Return the routes of caches. Each tenant has its own, and has no access to those of others."""
+    router = APIRouter(tags=["caches"])
+
+    @router.post("/v1/caches", openapi_extra=body_of(CacheBody))
+    async def create_cache(request: Request) -> Response:
+        """Read a document when there is nothing more urgent, and keep its pages; it answers at once."""
+        server.check_accepting()
+        async with server.bodies.read(request) as body:
+            document: Document = await server.preparer.read("cache", body, origin_of(request))
+        return _json(server.caches.create(client_of(request).tenant, document))
+
+    @router.get("/v1/caches")
+    async def list_caches(request: Request) -> Response:
+        """List the tenant's caches."""
+        return _json(CacheList(server.caches.of(client_of(request).tenant)))
+
+    @router.get("/v1/caches/{cache_id}")
+    async def get_cache(request: Request, cache_id: str) -> Response:
+        """Return how far a cache is read, and where its pages are."""
+        return _json(server.caches.get(client_of(request).tenant, cache_id))
+
+    @router.delete("/v1/caches/{cache_id}")
+    async def delete_cache(request: Request, cache_id: str) -> Response:
+        """Release a cache's pages."""
+        server.caches.delete(client_of(request).tenant, cache_id)
+        return _json(CacheDeleted(cache_id))
+
+    return router
+
+
+async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
+    server.check_accepting()
+    arrival = server.now()
+    client = client_of(request)
+    call_id = client.request_id
+    async with server.bodies.read(request) as body:
+        call = await server.read(kind, body, origin_of(request))
+    try:
+        call, received = begin_transfer(server.transfers, call, request.headers, client.is_admin)
+    except ApiError as error:
+        server.count_refusal(error)
+        raise
+    active = await server.start_call(call_id, client.shown_id, call, arrival, request.headers, received)
+    writer = make_writer(call, call_id, server.model_name, server.token_bytes)
+    if call.body.stream:
+        return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
+    try:
+        outputs = await _unless_gone(request, active)
+    finally:
+        server.end_call(call_id)
+    if outputs is None:
+        return Response(status_code=_GONE)
+    writer.transfer_params = response_params(server.transfers, call, outputs)
+    size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
+    size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
+    if size > _LARGE:  # other clients don't wait for it
+        return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
+    return _json(writer.whole(outputs))
+
+
+def origin_of(request: Request) -> Origin:
+    """Return the source of a request; raise ApiError for headers that are no numbers."""
+    client, headers = client_of(request), request.headers
+    targets = []
+    for names in (_TTFT_HEADERS, _TPOT_HEADERS):
+        name = next((name for name in names if name in headers), None)
+        targets.append(None if name is None else _seconds(name, headers[name]))
+    ttft, tpot = targets
+    return Origin(client.tenant, client.request_id, ttft, tpot)
+
+
+def _seconds(name: str, milliseconds: str) -> float:
+    try:
+        value = float(milliseconds)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e12:
+        raise ApiError(400, f"the header {name} must be milliseconds, more than 0, got {milliseconds[:40]!r}", name)
+    return value / 1000
+
+
+async def _unless_gone(request: Request, active: ActiveCall) -> dict[tuple[int, int], Output] | None:
+    """Return the outputs of a call; None if its client leaves before they are there."""
+    reading = asyncio.ensure_future(active.outputs())
+    watching = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({reading, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        for task in (reading, watching):
+            task.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chunks(active: ActiveCall, writer: ResponseWriter) -> AsyncIterator[bytes]:
+    """Yield the events of a stream. An error is one of them, which is the last."""
+    try:
+        if first := b"".join(_event(encode(chunk)) for chunk in writer.begin()):
+            yield first
+        while active.is_open:
+            taken = await active.take()
+            pieces = [_event(encode(piece)) for number, events in taken for piece in writer.pieces(number, events)]
+            if pieces or not taken:
+                yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
+        last = [encode(chunk) for chunk in writer.end()]
+    except ApiError as error:
+        yield _event(encode(error.body))
+        return
+    yield b"".join(map(_event, [*last, b"[DONE]"]))
+
+
+def _event(data: bytes) -> bytes:
+    return format_sse_event(data_str=data.decode())
+
+
+def _json(answer: Any) -> Response:
+    return Response(encode(answer), media_type="application/json")
+
+
+def _rendered(server: Frontend, call: ParsedCall) -> list[dict[str, Any]]:
+    return [
+        {
+            "request_id": prepared.request.request_id,
+            "model": server.model_name,
+            "token_ids": prepared.tokens.tolist(),
+            "prompt": server.tokenizer.decode(prepared.tokens.tolist()),
+            "sampling_params": dataclasses.asdict(prepared.request.sampling),
+            "priority": prepared.request.priority,
+            "ttft_deadline": prepared.request.ttft_deadline,
+            "tpot_target": prepared.request.tpot_target,
+        }
+        for prepared in call.requests
+    ]

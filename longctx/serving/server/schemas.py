@@ -1,0 +1,435 @@
+"""Bodies of requests: JSON of strict types, whose unknown fields are ignored, as routers add fields of their own.
+
+Ranges of numbers that `SamplingParams` and `Request` check are not repeated here.
+"""
+
+import dataclasses
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
+
+MAX_INT64 = 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+class Body(BaseModel):
+    """Body with strict types: `"5"` is no number, and NaN is none either."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return OpenAPI's description of a body that a route reads by itself, for `openapi_extra`."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def components(models: list[type[BaseModel]]) -> dict[str, Any]:
+    """Return the schemas of such bodies, for OpenAPI's `components`."""
+    schemas: dict[str, Any] = {}
+    for model in models:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[model.__name__] = schema
+    return schemas
+
+
+def refuse(why: str) -> BeforeValidator:
+    """Refuse a field that is not supported and would change the answer; null, false and [] are ignored."""
+
+    def check(value: Any) -> Any:
+        if value is None or value is False or value == [] or value == {}:
+            return None
+        raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+_MAX_STOP, _MAX_STOP_CHARACTERS = 32, 1024
+_LEAST_TOP_P = 1e-6
+_OUTPUT_IS_TEXT = "outputs are text, without a grammar"
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_GREEDY: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+_SAMPLING = ("temperature", "ignore_eos", *_GREEDY, *_PENALTIES)
+
+Role = Literal["system", "developer", "user", "assistant"]
+StopText = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(f"response_format must be of type text, got {value!r}")
+        return value
+
+
+class PagePrefix(Body):
+    """A server that has or reads the first tokens of a prompt.
+
+    Attributes:
+      url: of its HTTP.
+      tokens: how many; None: all full pages before the prompt's last token.
+      seconds: predicted until it has read them; None: unknown.
+    """
+
+    url: Annotated[str, Field(max_length=2048)]
+    tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return self.model_dump(exclude_none=True)
+
+
+class Prefill(Body):
+    """Server that reads the prompt of a request which another server sends.
+
+    Attributes:
+      url: of that server; None: this one.
+      prefix: the source of the first pages; None: the server that reads the prompt has or computes them.
+      seconds: predicted until it has been read; None: unknown.
+    """
+
+    url: Annotated[str, Field(max_length=2048)] | None = None
+    prefix: PagePrefix | None = None
+    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+
+
+class TransferParams(Body):
+    """`kv_transfer_params` of a body. Fields that are not here are those of other engines.
+
+    Attributes:
+      remote_followers: `host:port` where the other processes of that engine send their parts of the pages.
+      kv_dtype: of keys and values in the pages.
+      prefix: from where the first pages of the prompt come.
+      is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
+    """
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_followers: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=1023)] = []
+    lease: str | None = None
+    fingerprint: str | None = None
+    kv_dtype: Annotated[str, Field(max_length=40)] | None = None
+    handoff: dict[str, Any] | None = None
+    prefix: PagePrefix | None = None
+    is_cached: bool | None = None
+
+
+class GenerationBody(Body):
+    """Fields of completions and chats: OpenAI's, and the extensions that other servers of open models have too.
+
+    `temperature` 0 is greedy, whatever `top_p`, `top_k` and `min_p` are; `top_k` -1 or 0 keeps all tokens. `priority`:
+    0 or more, higher is more urgent; the server may allow 0 alone. `ttft_ms`, `tpot_ms`: targets in milliseconds, of
+    the first token and of those after it, which headers may bring too. `prompt_cache_key` names a conversation, whose
+    next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages. `cache_id`: of
+    `/v1/caches`, whose document comes before the prompt. `kv_transfer_params`: docs/kv_transfer.md.
+    """
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    stop: StopText | Annotated[list[StopText], Field(max_length=_MAX_STOP, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1000, fail_fast=True)] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    priority: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    cache_salt: str | None = Field(None, max_length=1024)
+    cache_id: str | None = Field(None, max_length=1024)
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: TransferParams | None = None
+
+    # These would change the answer, and are refused by name.
+    guided_json: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
+    guided_regex: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
+    guided_choice: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
+    guided_grammar: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
+    structured_outputs: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
+    use_beam_search: Annotated[Any, refuse("there is no beam search")] = None
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _min_tokens(cls, value: int | None) -> int | None:
+        if value is not None and value not in (0, 1):
+            raise ValueError(f"min_tokens must be 0 or 1, as there is no way to forbid an end, got {value}")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token in value or {}:
+            if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+                raise ValueError(f"logit_bias must have token ids as keys, got {token[:20]!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _stream_options(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options must come with stream: true")
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling(self, max_tokens: int, logprobs: int | None, stop: tuple[str, ...], **more: Any) -> SamplingParams:
+        """Return the sampling parameters. n choices of a greedy answer are one, which is copied.
+
+        Raises:
+          TypeError, ValueError: a value is out of the engine's range.
+        """
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given: dict[str, Any] = {"temperature": 1.0}
+        given |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.top_p is not None and self.top_p >= 0:
+            given["top_p"] = max(self.top_p, _LEAST_TOP_P)
+        if self.top_k in (-1, 0):
+            del given["top_k"]
+        if self.logit_bias:
+            given["logit_bias"] = tuple((int(token), bias) for token, bias in self.logit_bias.items())
+        is_mixed = self.is_greedy and not _GREEDY.keys().isdisjoint(given)
+        if is_mixed:  # fields that mean nothing then are checked all the same
+            given["temperature"] = 1.0
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            seed=None if self.seed is None else self.seed % 2**31,
+            stop=stops + stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            **given,
+            **more,
+        )
+        return dataclasses.replace(params, temperature=0.0, **_GREEDY) if is_mixed else params
+
+
+Prompt = Annotated[
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+    Field(union_mode="left_to_right"),
+]
+
+
+class CompletionBody(GenerationBody):
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0: the prompt's own
+    log probabilities are what is asked for then."""
+
+    prompt: Prompt
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[Any, refuse("best_of is not there: ask for n choices, and take the best")] = None
+    suffix: Annotated[Any, refuse("suffix is not there: models continue a text")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trivial(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = values | {name: None for name, trivial in _TRIVIAL.items() if values.get(name) == trivial}
+        return values
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or echo true")
+        return self
+
+
+_TRIVIAL = {"best_of": 1, "suffix": ""}
+
+
+_NO_TOOLS = "tools are not there: models of this server answer in text"
+_TEXT_ALONE = "only text goes in and out"
+
+
+class TextPart(Body):
+    type: str
+    text: str = ""
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(f"parts of a message must be of type text, got {value[:40]!r}")
+        return value
+
+
+class Message(Body):
+    role: Role
+    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[Any, refuse(_NO_TOOLS)] = None
+    function_call: Annotated[Any, refuse(_NO_TOOLS)] = None
+    audio: Annotated[Any, refuse(_TEXT_ALONE)] = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
+class ChatFields(Body):
+    """Fields that the chat template renders; `chat_template_kwargs` are variables of it."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Any, refuse(_NO_TOOLS)] = None
+    functions: Annotated[Any, refuse(_NO_TOOLS)] = None
+    chat_template: Annotated[Any, refuse("chat_template must not come from clients")] = None
+    continue_final_message: Annotated[Any, refuse("continue_final_message is not there")] = None
+
+
+class ChatBody(GenerationBody, ChatFields):
+    """`max_completion_tokens` is the newer name of `max_tokens`."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+    audio: Annotated[Any, refuse(_TEXT_ALONE)] = None
+    web_search_options: Annotated[Any, refuse("there is no web search")] = None
+
+    @field_validator("modalities")
+    @classmethod
+    def _modalities(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and value != ["text"]:
+            raise ValueError('modalities must be ["text"]')
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _tool_choice(cls, value: Any) -> Any:
+        if value not in (None, "none", "auto"):
+            raise ValueError(_NO_TOOLS)
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs must come with logprobs: true")
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is not None and older is not None and newer != older:
+            raise ValueError(f"max_completion_tokens and max_tokens contradict each other: {newer} and {older}")
+        return self
+
+
+BlockHash = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class _PromptOrMessages(Body):
+    model: str | None = None
+    prompt: Any = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages must be there, and not both")
+        return self
+
+
+class TokenizeBody(_PromptOrMessages):
+    """Either `prompt`, or `messages` of a chat."""
+
+    prompt: str | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class AbortBody(Body):
+    """Ids as the clients sent them in `x-request-id`, or as they stand in answers."""
+
+    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)]
+
+
+class MigrateBody(Body):
+    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new
+    requests from now on."""
+
+    to: Annotated[str, Field(max_length=2048)]
+    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
+    drain: bool = True
+
+
+class ResumeBody(Body):
+    """Request of another server, with what that has computed of it, and the server that reads its prompt."""
+
+    request: Request
+    kv_transfer_params: TransferParams | None = None
+    prefill: Prefill | None = None
+
+
+class DrainBody(Body):
+    """`drain`: take no new requests from now on; false: take some again."""
+
+    drain: bool = True
+
+
+class SwapBody(Body):
+    """`keys`: of blocks, as KV events have them. `tier`: which they leave if they are not in use there."""
+
+    keys: Annotated[list[BlockHash], Field(max_length=1_000_000, fail_fast=True)]
+    tier: Literal["device", "host"]
+
+
+class CacheBody(_PromptOrMessages):
+    """A document, which is the beginning of prompts: `prompt` (a text or token ids), or `messages` of a chat.
+
+    `ttl`: seconds for which its pages are kept.
+    """
+
+    prompt: Annotated[str | TokenIds, Field(union_mode="left_to_right")] | None = None
+    ttl: float = Field(3600.0, gt=0, le=1e9)

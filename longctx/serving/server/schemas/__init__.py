@@ -1,1 +1,0 @@
-"""What clients send (pydantic, checked) and get (msgspec, written fast)."""

@@ -1,0 +1,215 @@
+"""Systems to compare with, by name: settings of the core that serves, one for each policy or published engine."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.validation import check_integer
+from longctx.simulation.hardware import predictor
+from longctx.simulation.instance.instance import Instance
+from longctx.simulation.simulation import Simulation
+from longctx.simulation.utilization import max_tokens
+
+HOST = 8  # devices of a host, which tensor parallelism stays in
+LONGEST = 1 << 20  # tokens of the longest prompt that is read in one step, where prompts are read whole
+_PAGE = 256
+
+
+class StandardPipeline(Instance):
+    """An engine whose stages have chunks of different requests: a prompt's next chunk waits until the one before it has
+    left the last stage.
+
+    Stages are filled by other requests, or idle. So prompts are read no faster with more stages, and throughput grows
+    only with several prompts at a time.
+
+    Args:
+      *args, **options: as for `Instance`.
+
+    Source:
+      Mnemosyne, 4.3 and figure 9 (a); Orca and Sarathi-Serve have such a pipeline.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig, ParallelPlan
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.baselines import StandardPipeline
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> model, plan = LlamaConfig.preset("llama-3-8b"), ParallelPlan(stage=4)
+      >>> config = EngineConfig(num_pages=2000)
+      >>> seconds = predictor(model, "h100-nvlink", plan, max_rows=config.token_budget)
+      >>> for kind in (Instance, StandardPipeline):  # a prompt's chunks follow each other through the stages, or wait
+      ...     [served] = Simulation([kind(model, config, seconds, plan)]).run([WorkloadRequest(0.0, 8000, 10)]).served
+      ...     print(kind.__name__, round(served.ttft, 2))
+      Instance 0.08
+      StandardPipeline 0.27
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.core.scheduler.steps_between_chunks = self.plan.stage
+
+
+class Setting(NamedTuple):
+    """Settings that a system is made for.
+
+    Attributes:
+      devices: in all; a multiple of 8 if there are more.
+      plan: of a system that is one engine on all devices; None: sequence pipeline over hosts, tensor within.
+      overrides: arguments of `EngineConfig` that come before the system's own; other systems have no use for them.
+    """
+
+    model: LlamaConfig
+    topology: Topology
+    devices: int
+    plan: ParallelPlan | None
+    overrides: dict[str, Any]
+
+    @property
+    def tensor(self) -> int:
+        """Devices of a host that are used."""
+        return min(self.devices, HOST)
+
+    def engine(
+        self, config: Callable[..., EngineConfig], plan: ParallelPlan, kind: type[Instance] = Instance, name: str = "0"
+    ) -> Instance:
+        """An engine with a preset's rules, as many pages as fit into memory, and room for 64 requests."""
+        kv_dtype = self.overrides.get("kv_dtype")
+        tokens = max_tokens(self.model, plan, self.topology.device, kv_dtype=kv_dtype)
+        sizes = {"page_size": _PAGE, "max_running": 64, "run_ahead": 1}
+        sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
+        made = config(**sizes | self.overrides)
+        seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget, kv_dtype=made.kv_dtype)
+        return kind(self.model, made, seconds, plan, topology=self.topology, name=name)
+
+
+def _ours(policy: str) -> Callable[[Setting], list[Instance]]:
+    def make(setting: Setting) -> list[Instance]:
+        plan = setting.plan or ParallelPlan.medha(stage=setting.devices // setting.tensor, tensor=setting.tensor)
+        return [setting.engine(lambda **sizes: EngineConfig.medha(**{"policy": policy} | sizes), plan)]
+
+    return make
+
+
+def _sarathi(chunk: int) -> Callable[[Setting], list[Instance]]:
+    def make(setting: Setting) -> list[Instance]:
+        plan = setting.plan or ParallelPlan(stage=setting.devices // setting.tensor, tensor=setting.tensor)
+        # With one bucket no chunk is smaller than it may be: rows would have to grow again after every idle step.
+        rows = {"buckets": (chunk,)}
+        return [setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **rows | sizes), plan, StandardPipeline)]
+
+    return make
+
+
+def _whole_prompts(setting: Setting, plan: ParallelPlan, name: str = "0") -> Instance:
+    rows = -(-LONGEST // plan.context) + 64  # beside them, a row for every decode
+    return setting.engine(lambda **sizes: EngineConfig.meta(rows, **sizes), plan, name=name)
+
+
+def _vllm(setting: Setting) -> list[Instance]:
+    copies = range(setting.devices // setting.tensor)
+    return [_whole_prompts(setting, ParallelPlan(tensor=setting.tensor), str(copy)) for copy in copies]
+
+
+def _striped(setting: Setting) -> list[Instance]:
+    hosts = setting.devices // setting.tensor
+    plan = setting.plan or ParallelPlan.meta(hosts, setting.tensor, exchange="pass_kv")
+    return [_whole_prompts(setting, plan)]
+
+
+class Baseline(NamedTuple):
+    """A system to compare with, and the function that makes it.
+
+    Attributes:
+      about: what it is, one line.
+      make: of a `Setting`, engines; a request goes to the one with least to prefill.
+
+    Examples:
+      >>> from longctx.simulation.baselines import BASELINES, Baseline
+      >>> isinstance(BASELINES["sarathi-512"], Baseline), BASELINES["sarathi-512"].about
+      (True, 'Sarathi-Serve: chunks of 512, first come first served, standard pipeline')
+    """
+
+    about: str
+    make: Callable[[Setting], list[Instance]]
+
+
+BASELINES = {
+    "medha": Baseline("Medha: relative slack, shared steps, adaptive chunks, SPP", _ours("ilrs")),
+    "medha-fcfs": Baseline("Medha with first come first served, and no shared steps (5.1)", _ours("fcfs")),
+    "edf": Baseline("Medha with earliest deadline first (5.4)", _ours("edf")),
+    "srpf": Baseline("Medha with shortest remaining prefill first", _ours("srpf")),
+    "lrs": Baseline("Medha with least remaining slack, relative to the deadline (5.4)", _ours("lrs_relative")),
+    "sarathi-512": Baseline("Sarathi-Serve: chunks of 512, first come first served, standard pipeline", _sarathi(512)),
+    "sarathi-2048": Baseline("Sarathi-Serve with chunks of 2,048", _sarathi(2048)),
+    "vllm": Baseline("whole prompts as soon as they come, a copy of the engine on every host", _vllm),
+    "striped": Baseline("striped attention: whole prompts over all hosts, keys go round in a ring", _striped),
+}
+"""The systems by name, for `make_simulation`.
+
+Source:
+  Medha, 5.1 to 5.4.
+
+Examples:
+  >>> from longctx.simulation.baselines import BASELINES
+  >>> for name in ("medha", "vllm"):
+  ...     print(name + ":", BASELINES[name].about)
+  medha: Medha: relative slack, shared steps, adaptive chunks, SPP
+  vllm: whole prompts as soon as they come, a copy of the engine on every host
+"""
+
+
+def make_simulation(
+    name: str,
+    model: LlamaConfig,
+    topology: Topology,
+    devices: int,
+    plan: ParallelPlan | None = None,
+    **overrides: Any,
+) -> Simulation:
+    """Make a system on `devices` devices, ready to serve workloads.
+
+    All have the same cost model and as much memory. `vllm` and `striped` compute whole prompts of up to 1M tokens in
+    one step, and decodes beside them, where vLLM has steps for prompts alone: both wait alike.
+
+    Args:
+      name: of `BASELINES`.
+      model: what is served.
+      topology: its devices and links.
+      devices: how many; a multiple of 8 if there are more than 8.
+      plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
+      **overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
+
+    Returns:
+      Ready for `run`.
+
+    Raises:
+      TypeError, ValueError: there is no such system, or it can't be made of these devices.
+
+    Source:
+      Medha, 5.1 to 5.4.
+
+    Examples:
+      >>> import statistics
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.simulation.baselines import make_simulation
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> topology, requests = Topology.preset("medha-a100"), arrive_at_rate(make_mix("sharegpt4-5-long", 30), rate=0.5)
+      >>> for name in ("medha", "vllm"):
+      ...     record = make_simulation(name, MODELS["llama-3-8b"], topology, devices=16).run(requests, keep_steps=False)
+      ...     print(name, round(statistics.median(served.ttft for served in record.served), 1))
+      medha 0.3
+      vllm 25.3
+    """
+    if name not in BASELINES:
+        raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
+    check_integer("devices", devices, 1)
+    if devices > HOST and devices % HOST:
+        raise ValueError(f"devices must be at most {HOST} or a multiple of it, got {devices}")
+    if plan is not None and plan.num_devices != devices:
+        raise ValueError(f"plan must be of {devices} devices, it is of {plan.num_devices}")
+    return Simulation(BASELINES[name].make(Setting(model, topology, devices, plan, overrides)))

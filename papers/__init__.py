@@ -1,0 +1,1 @@
+"""Reproductions of the four papers, over the public names of `longctx`: figures, and schedulers of other systems."""

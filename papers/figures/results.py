@@ -1,0 +1,86 @@
+"""Files of computed figures: a table as CSV, the statements as JSON, a drawing; all the same for the same figure."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from longctx import plotting
+from papers.figures.figure import Cell, Figure, Statement
+from papers.figures.registry import Registered
+
+FILES = "simulation"  # subfolder for the files of figures
+
+
+def write_figure(figure: Figure, out: Path, is_from_data: bool, png: bool = False) -> None:
+    """Write the files of a figure into the subfolder `FILES` of `out`; a drawing only if matplotlib is installed.
+
+    Args:
+      is_from_data: whether its workloads may be read from files of the data folder.
+      png: a PNG too, beside the SVG.
+
+    Raises:
+      OSError: a file can't be written.
+    """
+    folder = out / FILES
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(figure, folder / f"{figure.name}.csv")
+    plain = {
+        "name": figure.name,
+        "title": figure.title,
+        "paper": figure.paper,
+        "data": is_from_data,
+        "statements": [dataclasses.asdict(statement) for statement in figure.statements],
+    }
+    (folder / f"{figure.name}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    if figure.draw is not None and plotting.can_draw():
+        with plotting.style():
+            drawn, axes = plotting.drawing(figure.panels, figure.width, figure.height)
+            figure.draw(*axes)
+            for suffix in (".svg", ".png") if png else (".svg",):
+                plotting.save(drawn, folder / f"{figure.name}{suffix}")
+
+
+def write_csv(figure: Figure, path: Path) -> None:
+    """Write its table; a column for each key of a row, in the order in which keys come."""
+    columns = list(dict.fromkeys(key for row in figure.table for key in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([_cell(row.get(column)) for column in columns] for row in figure.table)
+
+
+def _cell(value: Cell) -> str:
+    """Six digits are enough, and the last bits of a float may differ between machines."""
+    if value is None:
+        return ""
+    is_exact = isinstance(value, bool | int | str) or not hasattr(value, "__float__")
+    return str(value) if is_exact else f"{float(value):.6g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A figure as its files have it."""
+
+    name: str
+    title: str
+    statements: list[Statement]
+    is_from_data: bool
+    has_drawing: bool
+
+
+def read_result(figure: Registered, out: Path) -> Result | None:
+    """Read what was written of a figure; None: nothing was."""
+    path = out / FILES / f"{figure.name}.json"
+    if not path.is_file():
+        return None
+    plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    statements = [Statement(**statement) for statement in plain["statements"]]
+    return Result(plain["name"], plain["title"], statements, plain["data"], path.with_suffix(".svg").is_file())
+
+
+def remove_result(figure: Registered, out: Path) -> None:
+    """Remove what was written of a figure."""
+    for suffix in (".json", ".csv", ".svg", ".png"):
+        (out / FILES / f"{figure.name}{suffix}").unlink(missing_ok=True)
