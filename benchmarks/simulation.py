@@ -35,7 +35,7 @@ PARTS = {
     "pages": ("serving/kv_cache", "growth", "page_", "running", "prefix_wait", "tokenless"),
     "prediction": ("serving/predictor", "prompt_time", "rank_work", "exchange_rule"),
     "scheduling": ("serving/scheduler",),
-    "runs of decodes": ("decode_run", "numpy"),
+    "repeated decodes": ("repeated_steps", "numpy"),
     "requests and results": ("serving/request", "serving/engine", "serving/executor"),
     "loop": ("simulation",),
 }

@@ -39,7 +39,7 @@ from longctx.serving.predictor import RuntimePredictor, Work
 from longctx.serving.predictor.fit import Measurement, fit
 from longctx.serving.profiler import measure, shapes_to_measure, tiles
 from longctx.simulation import HostTimes, Instance, Record, Served, Simulation, replay
-from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.virtual_executor import DeviceSpeed
 from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize
 
 CONFIG = EngineConfig(

@@ -11,13 +11,15 @@ import numpy as np
 
 from benchmarks.cluster.arms import engine_config
 from benchmarks.cluster.runs import WARM_UP
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import RuntimePredictor
-from longctx.simulation import HostTimes
-from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSettings, ClusterSimulation
+from longctx.simulation import HostTimes, Simulation
+from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
 
 BANDWIDTH = 1e9  # bytes per second from one server to another over loopback, `python -m benchmarks.transfer`
@@ -96,8 +98,10 @@ class Prediction:
             for name, role in self._roles.items()
         ]
         settings = ClusterSettings(overlap="chunk", report_seconds=0.25, first_token="decode")
-        conductor = ConductorConfig(policy=policy, admission="none", defer_seconds=120.0)
-        return ClusterSimulation(instances, conductor, settings).run(list(requests))
+        config = ConductorConfig(policy=policy, admission="none", defer_seconds=120.0)
+        record = Simulation(instances, Conductor(config, PrefixIndex()), settings).run(list(requests), keep_steps=False)
+        assert isinstance(record, ClusterRecord)
+        return record
 
 
 def ttft_of(record: ClusterRecord) -> dict[int, float]:

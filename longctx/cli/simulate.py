@@ -94,11 +94,15 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
     traces: list[StageTrace] | None = [] if has_trace else None
     until = math.inf if options.window is None else options.window
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
+
+        def show(record: Record) -> None:  # what `update` returns would end the run
+            bar.update(len(record.served) - bar.n)
+
         record = deployment.run(
             requests,
             options.seed,
             until,
-            progress=lambda record: bar.update(len(record.served) - bar.n),
+            progress=show,
             keep_steps=options.json is not None,
             traces=traces,
             keep_ticks=options.trace is not None,

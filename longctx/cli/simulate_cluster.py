@@ -15,9 +15,9 @@ from longctx.cli.terminal import Console
 from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
-from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.cluster.settings import ClusterSettings
+from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.reports import cluster_report, html_report, plots
 
 _HEEDED = {
@@ -46,11 +46,15 @@ def run_cluster(options: argparse.Namespace) -> None:
     requests, num_skipped = make_requests(options, deployment.model)
     until = math.inf if options.window is None else options.window
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
+
+        def show(record: ClusterRecord) -> None:  # what `update` returns would end the run
+            bar.update(len(record.served) + len(record.rejected) - bar.n)
+
         record = deployment.run(
             requests,
             options.seed,
             until,
-            progress=lambda record: bar.update(len(record.served) + len(record.rejected) - bar.n),
+            progress=show,
         )
     summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
     printed = cluster_report.cluster_table(summary)

@@ -18,8 +18,7 @@ from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import FieldType, field_types
-from longctx.simulation.baseline_deployment import BaselineDeployment
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.deployment import BaselineDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
 

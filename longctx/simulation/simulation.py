@@ -1,16 +1,19 @@
 """Workloads on any number of instances, in virtual time."""
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as List
+from typing import cast
 
-from longctx.serving.request.output import Metrics
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.simulation.cluster.cluster_instance import ClusterInstance
+from longctx.simulation.cluster.conductor_run import ConductorRun, Priority
+from longctx.simulation.cluster.node import Node
+from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.record import InstanceRecord, Open, Record, Served, merge_timelines, sum_stats
+from longctx.simulation.record import Record
+from longctx.simulation.run import Progress, Route, RoutedRun, Run
 from longctx.simulation.server import Server
 from longctx.simulation.workloads import WorkloadRequest, check_arrivals
-
-Route = Callable[[WorkloadRequest, List[Server], float], Server]
 
 
 def least_prefill_seconds(request: WorkloadRequest, instances: List[Server], now: float) -> Server:
@@ -22,14 +25,25 @@ class Simulation:
     """Serves workloads in virtual time, one after another.
 
     Args:
-      instances: with names of their own.
-      route: says which instance a request goes to, of `(request, instances, now)`. None: `least_prefill_seconds`.
+      instances: with names of their own: `Server`s, such as `Instance`, whose caches stay from run to run; behind a
+        conductor `ClusterInstance`s with pages of one size, which begin each run with empty caches.
+      route: how requests are placed. None: `least_prefill_seconds`. A function returns the instance that a request
+        goes to, of `(request, instances, now)`. A `Conductor` places requests as it does when it serves.
+      settings: how a conductor hears of its instances, and how pages move. None: the defaults.
+      changes: deaths and the like of instances behind a conductor, in any order.
+
+    Attributes:
+      loop: in whose time workloads are served.
+      nodes: behind a conductor, the instances of the last run by name.
 
     Raises:
-      ValueError: there is no instance, or two have one name.
+      TypeError: the instances are not of the kind that the route needs.
+      ValueError: there is no instance, or two have one name. Behind a conductor: their pages differ in size, or a
+        change names none of them. Without one: there are settings or changes.
 
     Source:
-      Medha, 5.4 (policies, on short requests beside long prompts); Vidur simulates engines so.
+      Medha, 5.4 (policies, on short requests beside long prompts); Mooncake, sections 3 (the way of a request), 5 and 6
+      (the conductor). Vidur simulates engines so.
 
     Examples:
       >>> import dataclasses, statistics
@@ -48,23 +62,60 @@ class Simulation:
       ...     print(policy, round(statistics.median(served.ttft for served in record.served), 1))
       fcfs 144.2
       ilrs 0.3
+
+      A cluster, with the conductor that serves:
+
+      >>> from longctx.cluster.conductor.conductor import Conductor
+      >>> from longctx.cluster.conductor.config import ConductorConfig
+      >>> from longctx.cluster.prefix_index.index import PrefixIndex
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.workloads import Lengths, make_conversations
+      >>> instances = ClusterDeployment(model, Topology.preset("h100-rdma"), plan, prefill=4, decode=1).instances()
+      >>> turns = make_conversations(40, Lengths(4, 4), Lengths(20_000, 40_000), Lengths(500, 500), Lengths(50, 50))
+      >>> for policy in ("random", "kvcache_centric"):
+      ...     conductor = Conductor(ConductorConfig(policy=policy), PrefixIndex())
+      ...     record = Simulation(instances, conductor).run(arrive_at_rate(turns, rate=1.0))
+      ...     mean = statistics.mean(served.ttft for served in record.served)
+      ...     print(policy, round(record.hit_rate, 2), round(mean, 3))
+      random 0.32 0.239
+      kvcache_centric 0.74 0.086
     """
 
-    def __init__(self, instances: List[Server], route: Route | None = None) -> None:
-        self.instances = list(instances)
+    def __init__(
+        self,
+        instances: List[Server] | List[ClusterInstance],
+        route: Route | Conductor | None = None,
+        settings: ClusterSettings | None = None,
+        changes: List[Change] = (),
+    ) -> None:
+        self.instances: list[Server | ClusterInstance] = list(instances)
         names = [instance.name for instance in self.instances]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"instances must be at least one, with names of their own, got {names}")
         self._route = route or least_prefill_seconds
-        self.loop = EventLoop()
+        self._settings, self._changes = settings or ClusterSettings(), list(changes)
+        self.loop, self.nodes = EventLoop(), dict[str, Node]()
+        specs = [instance for instance in self.instances if isinstance(instance, ClusterInstance)]
+        if len(specs) != (len(names) if isinstance(route, Conductor) else 0):
+            raise TypeError("instances must be ClusterInstances behind a Conductor, and Servers elsewhere")
+        if not specs and (settings is not None or changes):
+            raise ValueError("settings and changes are of clusters: route must be a Conductor")
+        if len({each.config.page_size for each in specs}) > 1:
+            sizes = {each.name: each.config.page_size for each in specs}
+            raise ValueError(f"instances must have pages of one size, got {sizes}")
+        for change in self._changes:
+            if change.instance not in names:
+                raise ValueError(f"changes must name instances, {', '.join(names)}; got {change.instance!r}")
 
     def run(
         self,
         requests: List[WorkloadRequest],
         seed: int = 0,
         until: float = math.inf,
-        progress: Callable[[Record], object] | None = None,
+        progress: Progress | None = None,
         keep_steps: bool = True,
+        priority: Priority | None = None,
     ) -> Record:
         """Serve requests, which are in order of arrival; every output is as long as asked for.
 
@@ -72,101 +123,55 @@ class Simulation:
           requests: those that follow another one (`WorkloadRequest.after`) stand anywhere after it.
           seed: of contents that are made up: what is shared is shared whatever the seed.
           until: seconds of the window: what has not ended by then is in `Record.open`.
-          progress: is called with the record after every event.
+          progress: is called with the record after every event; the run ends where it returns True.
           keep_steps: whether the record has all steps, and a timeline.
+          priority: of a request for a conductor, higher is more urgent; None: all have 0.
 
         Returns:
-          What came of it.
+          What came of it; behind a conductor a `ClusterRecord`.
 
         Raises:
           ValueError: a request can't be served, or comes before the one before it; none is begun then.
         """
         if not until > 0:
             raise ValueError(f"until must be positive seconds, got {until}")
-        self._check(requests)
-        return _Run(self.instances, self._route, self.loop, requests, seed, keep_steps).run(until, progress)
-
-    def _check(self, requests: List[WorkloadRequest]) -> None:
-        """Check what needs no tokens, before the clock moves."""
         check_arrivals(requests)
-        for order, request in enumerate(requests):
-            for instance in self.instances:
-                try:
-                    instance.check(request)
-                except ValueError as error:
-                    raise ValueError(f"requests[{order}] {error}") from None
+        if isinstance(self._route, Conductor):
+            run = self._conductor_run(self._route, requests, seed, keep_steps, priority)
+        else:
+            if priority is not None:
+                raise ValueError("priority is for clusters: route must be a Conductor")
+            servers = cast(list[Server], self.instances)
+            _check(requests, servers)
+            run = RoutedRun(self.loop, servers, self._route, seed, keep_steps)
+        return run.serve(requests, until, progress)
 
-
-class _Run:
-    """One workload."""
-
-    def __init__(
+    def _conductor_run(
         self,
-        instances: List[Server],
-        route: Route,
-        loop: EventLoop,
+        conductor: Conductor,
         requests: List[WorkloadRequest],
         seed: int,
         keep_steps: bool,
-    ) -> None:
-        self._instances, self._route, self._loop, self._start = instances, route, loop, loop.now
-        self._record, self._followers = Record(), dict[int, list[WorkloadRequest]]()
-        for instance in instances:
-            instance.keep_steps = keep_steps
-            instance.attach(loop, self._on_end(instance), seed)
-        for request in requests:
-            if request.after is None:
-                self._arrive_at(request, request.arrival)
-            else:
-                self._followers.setdefault(request.after, []).append(request)
+        priority: Priority | None,
+    ) -> Run:
+        """Let all instances join the conductor with empty caches; those of the last run leave it."""
+        loop, settings, specs = self.loop, self._settings, cast(list[ClusterInstance], self.instances)
+        for name, node in self.nodes.items():
+            if node.core is not None:
+                conductor.remove(name, loop.now)
+        self.nodes = {each.name: Node(each, conductor, loop, seed, settings, keep_steps) for each in specs}
+        for node in self.nodes.values():
+            node.join()
+        _check(requests, [node.lives[0] for node in self.nodes.values()])
+        return ConductorRun(loop, self.nodes, conductor, settings, self._changes, seed, priority)
 
-    def run(self, until: float, progress: Callable[[Record], object] | None) -> Record:
-        record, loop, left = self._record, self._loop, []
-        try:
-            loop.run(self._start + until, None if progress is None else lambda: progress(record))
-            record.seconds = loop.now - self._start
-            for instance in self._instances:
-                name, devices, steps = instance.name, instance.num_devices, instance.steps
-                record.instances.append(InstanceRecord(name, devices, instance.totals, steps, instance.stats))
-        finally:
-            for instance in self._instances:
-                left += [(instance.name, *each) for each in instance.stop()]
-            loop.clear()  # of what instances have planned while they stopped, too
-        for name, request, metrics in left:
-            due = metrics.arrival - self._start
-            ttft = None if metrics.first_token is None else metrics.first_token - metrics.arrival
-            record.open.append(Open(due, metrics, ttft, request.number, name))
-        record.open.sort(key=lambda each: each.due)
-        record.stats = sum_stats([each.stats for each in record.instances if each.stats is not None])
-        self._add_steps()
-        return record
 
-    def _add_steps(self) -> None:
-        record = self._record
-        if len(record.instances) == 1:
-            record.steps = record.instances[0].steps
-        else:
-            steps = [step for instance in record.instances for step in instance.steps]
-            record.steps = sorted(steps, key=lambda step: step.finished)
-        timeline = merge_timelines([instance.timeline for instance in self._instances])
-        record.timeline = [(at - self._start, running, waiting) for at, running, waiting in timeline]
-
-    def _arrive_at(self, request: WorkloadRequest, due: float) -> None:
-        self._loop.at(self._start + due, lambda: self._arrive(request))
-
-    def _arrive(self, request: WorkloadRequest) -> None:
-        now, instances = self._loop.now, self._instances
-        instance = instances[0] if len(instances) == 1 else self._route(request, instances, now)
-        instance.add(request, now)
-
-    def _on_end(self, instance: Server) -> Callable[[WorkloadRequest, Metrics], None]:
-        """Return the callback for requests that have ended on an instance."""
-
-        def on_end(request: WorkloadRequest, metrics: Metrics) -> None:
-            start = self._start
-            due = request.arrival if request.after is None else metrics.arrival - start
-            self._record.served.append(Served.of(metrics, due, start, request.number, instance.name))
-            for follower in self._followers.get(request.number, ()):
-                self._arrive_at(follower, max(follower.arrival, self._loop.now - start + follower.delay))
-
-        return on_end
+def _check(requests: List[WorkloadRequest], servers: List[Server]) -> None:
+    """Check what needs no tokens, before the clock moves."""
+    for order, request in enumerate(requests):
+        for server in servers:
+            try:
+                server.check(request)
+            except ValueError as error:
+                name = f" ({server.name})" if len(servers) > 1 else ""
+                raise ValueError(f"requests[{order}] {error}{name}") from None

@@ -15,11 +15,14 @@ from typing import Literal
 
 import numpy as np
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.parallel import Topology
 from longctx.serving import ParallelPlan
 from longctx.serving.predictor import CurvePredictor
-from longctx.simulation.cluster import ClusterDeployment, ClusterRecord, ClusterSettings, ClusterSimulation
+from longctx.simulation import Simulation
+from longctx.simulation.cluster import ClusterDeployment, ClusterRecord, ClusterSettings
 from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest
@@ -180,7 +183,9 @@ def serve(
     if admission == "none":  # who finds no memory where it decodes waits in that host's
         instances = [dataclasses.replace(each, is_patient=True) for each in instances]
     lost = None if give_up is None else _Lost(give_up, len(requests) // 10)
-    record = ClusterSimulation(instances, config, settings).run(requests, seed, progress=lost)
+    simulation = Simulation(instances, Conductor(config, PrefixIndex()), settings)
+    record = simulation.run(requests, seed, progress=lost, keep_steps=False)
+    assert isinstance(record, ClusterRecord)
     return Outcome.of(record, len(requests))
 
 

@@ -16,7 +16,7 @@ from longctx.simulation import VirtualExecutor
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.compare import accuracy_table, simulate_incident
 from longctx.simulation.incident.replayer import Replayer
-from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.virtual_executor import DeviceSpeed
 
 MODEL = Llama(LlamaConfig(50, 64, 128, 4, 4, 4, 16, max_positions=10_000))
 CONFIG = EngineConfig(page_size=16, num_pages=64, max_running=4, token_budget=64, prefix_cache=False)

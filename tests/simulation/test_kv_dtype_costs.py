@@ -13,9 +13,8 @@ from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dict
 from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.work import Work
-from longctx.simulation.baseline_deployment import BaselineDeployment
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.deployment import BaselineDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
 from longctx.simulation.utilization import max_tokens, model_bytes

@@ -1,7 +1,7 @@
 """`BatchQueue`: in-flight batches, and the limit of how far ahead they run."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from longctx.serving.scheduler.batch import Batch
@@ -56,6 +56,13 @@ class BatchQueue:
           least, most: seconds.
         """
         return (self.run_ahead - 1) * most < _AHEAD or least >= _AHEAD
+
+    def advance(self, times: int, seconds: Callable[[int], float]) -> None:
+        """Advance as if the batches in the stages had been repeated, see `Core.advance`."""
+        steps = times * self._stages
+        for batch in {id(each): each for each in (*self._in_stages, *self._queue)}.values():
+            batch.advance(times, steps, seconds(batch.index + steps))
+        self.num_idle += steps * sum(not batch.chunks for batch in self._in_stages)
 
     @property
     def lacks_successors(self) -> bool:

@@ -127,6 +127,11 @@ class Completion:
             self.text += piece
         return piece, reason
 
+    def advance(self, times: np.ndarray, longest: float) -> None:
+        """Count tokens that don't end it and whose values are not needed, see `Metrics.note_tokens`."""
+        self.num_known += len(times)
+        self.metrics.note_tokens(len(times), float(times[0]), float(times[-1]), longest)
+
     def extend_keys(self, keys: "list[Key]", page_hash: "PageHash") -> None:
         """Append the keys of its full pages that `keys` does not have yet."""
         page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))

@@ -84,6 +84,19 @@ class Metrics:
             self.longest_gap = now - self.last_token
         self.last_token = now
 
+    def note_tokens(self, count: int, first: float, last: float, longest: float) -> None:
+        """Note tokens after one that was noted, as `note_token` does one by one.
+
+        Args:
+          count: of tokens.
+          first, last: when the first and the last of them came, in seconds.
+          longest: of the seconds between two of them.
+        """
+        assert self.last_token is not None
+        self.longest_gap = max(self.longest_gap, first - self.last_token, longest)
+        self.output_tokens += count
+        self.last_token = last
+
     @property
     def ttft(self) -> float | None:
         """Time to first token, from arrival."""

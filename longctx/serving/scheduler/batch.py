@@ -77,6 +77,21 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    def advance(self, times: int, steps: int, seconds: float) -> None:
+        """Become the batch `steps` steps later, which has the same decodes `times` tokens later.
+
+        Args:
+          times: tokens.
+          steps: numbers of steps.
+          seconds: that it is predicted to take.
+        """
+        self.index += steps
+        self.admitted, self.tables = [], []
+        if self.chunks:
+            self.chunks = [chunk._replace(start=chunk.start + times) for chunk in self.chunks]
+            self.work = self.work._replace(decode_keys=self.work.decode_keys + times * len(self.chunks))
+            self.predicted, self.rank_seconds = seconds, (seconds,)
+
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the results."""

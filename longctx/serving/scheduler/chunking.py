@@ -4,6 +4,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -184,6 +185,13 @@ class Chunker:
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
+
+    def advance(self, steps: int, batches: Iterable[List[Chunk]]) -> None:
+        """Advance as if steps with as many rows as those before had been planned; `batches`: the last, one a stage."""
+        if self.plan.stage > 1:
+            self._grown -= steps - self.plan.stage
+        for chunks in batches:
+            self.note(chunks)
 
     def state(self) -> tuple[list[int], int]:
         """Return what it remembers of batches that have been planned."""

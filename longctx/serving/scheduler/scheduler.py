@@ -11,6 +11,7 @@ it into the pipeline at once), and Medha, sections 3.1, 4.1 and 4.3.
 """
 
 import functools
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Literal
 
@@ -162,6 +163,34 @@ class Scheduler:
     def idle(self) -> Batch:
         """A step that computes nothing, so that batches in later stages go on."""
         return self._without_rows(Batch(self.num_steps))
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether steps decode all running sequences and nothing else, until one of them ends or needs a page."""
+        running, slots = self.running, self.running.slots
+        if running.prefilling or not running.decoding or slots.resting:
+            return False
+        if (self.waiting and (slots.free or self.is_optimistic)) or self.admission.blocked is not None:
+            return False
+        is_plain = self.plan.context == 1 and self.stores is None and self.forecast.factor == 1.0
+        return is_plain and self.chunker.predictor.is_confirmed
+
+    def advance(self, times: int, batches: Iterable[Batch], predicted: List[float]) -> None:
+        """Advance as if the decodes of the last batches, one a stage, had been planned so many more times.
+
+        Args:
+          times: how often.
+          batches: as they are afterwards.
+          predicted: seconds of the steps that have ended meanwhile.
+        """
+        steps = times * self.plan.stage
+        for sequence in self.running.decoding:
+            sequence.computed += times
+            sequence.length += times
+            sequence.ready += steps
+        self.num_steps += steps
+        self.chunker.predictor.confirm_decodes(predicted)
+        self.chunker.advance(steps, [batch.chunks for batch in batches])
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
         """End a load and return the sequence that goes on; None if no sequence waits for it any more."""

@@ -1,11 +1,13 @@
-"""Clusters to simulate: so many prefill, decode and coupled instances of one model, each on the devices of a plan."""
+"""Clusters to simulate: prefill, decode and coupled instances of one model, each on the devices of a plan."""
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as List
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig, Role
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.config import LlamaConfig
 from longctx.models.validation import check_kv_dtype
 from longctx.parallel.topology import AXES, Topology
@@ -14,13 +16,13 @@ from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_integer
-from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_instance import NIC_BANDWIDTH, ClusterInstance
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
-from longctx.simulation.cluster.run import Priority
-from longctx.simulation.cluster.settings import ClusterSettings
+from longctx.simulation.cluster.conductor_run import Priority
+from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.hardware import predictor
+from longctx.simulation.run import Progress
+from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import max_tokens
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -109,16 +111,16 @@ class ClusterDeployment:
 
     @property
     def num_instances(self) -> int:
-        """Of all kinds."""
+        """Number of instances of all kinds."""
         return self.prefill + self.decode + self.coupled
 
     @property
     def num_devices(self) -> int:
-        """Of all instances together."""
+        """Number of devices of all instances."""
         return self.num_instances * self.plan.num_devices
 
     def instances(self) -> list[ClusterInstance]:
-        """The instances, in the order in which they join."""
+        """Return the instances, in the order in which they join."""
         kept = self._tiers(self.host_bytes)
         prefill = self._config(token_budget=max(self.chunk, self.max_running), max_running=min(64, self.max_running))
         prefill = dataclasses.replace(prefill, chunking=f"static:{self.chunk}", tiers=kept)
@@ -145,20 +147,23 @@ class ClusterDeployment:
         requests: List[WorkloadRequest],
         seed: int = 0,
         until: float = math.inf,
-        progress: Callable[[ClusterRecord], object] | None = None,
+        progress: Progress | None = None,
         priority: Priority | None = None,
         keep_steps: bool = False,
     ) -> ClusterRecord:
-        """Serve a workload on new instances, see `ClusterSimulation.run`.
+        """Serve a workload on new instances behind a new conductor, see `Simulation.run`.
 
         Args:
-          requests, seed, until, progress, priority, keep_steps: as for `ClusterSimulation.run`.
+          requests, seed, until, progress, keep_steps, priority: as for `Simulation.run`.
 
         Returns:
           What came of it.
         """
-        simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
-        return simulation.run(requests, seed, until, progress, priority, keep_steps)
+        conductor = Conductor(copy.deepcopy(self.config), PrefixIndex())  # a policy of one's own may remember things
+        simulation = Simulation(self.instances(), conductor, self.settings, self.changes)
+        record = simulation.run(requests, seed, until, progress, keep_steps, priority)
+        assert isinstance(record, ClusterRecord)
+        return record
 
     def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
         rows = min(token_budget, self.chunk)

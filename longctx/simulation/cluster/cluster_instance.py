@@ -1,9 +1,11 @@
 """`ClusterInstance`: what an instance of a simulated cluster is made of."""
 
+import functools
 import sys
 from dataclasses import dataclass, field
 
 from longctx.cluster.conductor.config import ROLES, Role
+from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Costs, InstanceSpec
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
@@ -11,6 +13,7 @@ from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.validation import check_real, check_text
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH
@@ -81,11 +84,17 @@ class ClusterInstance:
                 raise ValueError(f"{name} must be bytes per second, more than 0, got {getattr(self, name)}")
         check_real("latency", self.latency, 0)
 
-    def spec(self, costs: Costs, role: Role, swaps: bool) -> InstanceSpec:
-        """What the conductor is told of it.
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Costs of its work, by which the conductor decides."""
+        config, plan = self.config, self.plan
+        chunk = Chunking.parse(config.chunking, config.token_budget, config.max_running).tokens
+        return PredictorCosts.of_model(self.predictor, self.model, chunk, plan, kv_dtype=config.kv_dtype)
+
+    def spec(self, role: Role, swaps: bool) -> InstanceSpec:
+        """Return what the conductor is told of it.
 
         Args:
-          costs: of its work.
           role: with which it joins.
           swaps: whether that has it drop cold blocks.
         """
@@ -94,7 +103,7 @@ class ClusterInstance:
         return InstanceSpec(
             name=self.name,
             role=role,
-            costs=costs,
+            costs=self.costs,
             block_size=config.page_size,
             decode_tokens=sys.maxsize if self.is_patient else config.num_pages * self.plan.context * config.page_size,
             max_running=sys.maxsize if self.is_patient else config.max_running,

@@ -1,4 +1,4 @@
-"""What came of a workload on a cluster."""
+"""Results of a workload on a cluster."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -9,7 +9,7 @@ from longctx.simulation.record import Record, Served
 
 
 class Placed(NamedTuple):
-    """Where a request was served, and what was predicted.
+    """Place where a request was served, and the prediction.
 
     Attributes:
       assignment: the last one: names of instances, and predicted seconds.
@@ -127,7 +127,7 @@ class ClusterRecord(Record):
         return self.hit_tokens / max(1, sum(each.metrics.prompt_tokens for each in self.served))
 
     def goodput(self, ttft: float, tpot: float) -> list[Served]:
-        """The requests that completed within both SLOs.
+        """Return the requests that completed within both SLOs.
 
         Args:
           ttft, tpot: SLOs, in seconds.

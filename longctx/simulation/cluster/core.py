@@ -1,7 +1,9 @@
-"""A simulated core that serves parts of requests: prompts for others, answers to prompts that others have read."""
+"""Simulated cores that serve parts of requests: prompts for others, answers to prompts that others have read."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 from longctx.models.footprint import cache_bytes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad
@@ -10,13 +12,66 @@ from longctx.serving.request.output import Metrics
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
-from longctx.simulation.cluster.leg import Leg
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.instance.tokenless_executor import has_prompts
+from longctx.simulation.instance.virtual_executor import has_prompts
+from longctx.simulation.workloads import WorkloadRequest
 
 _TAIL = b"tail"  # stands for the key of a last, partial page
+
+
+@runtime_checkable
+class SubRequestListener(Protocol):
+    """Receiver of what happens to a sub-request, at `loop.now`."""
+
+    def chunk_begins(self, sub: "SubRequest", start: int, tokens: int) -> None:
+        """Note that so many tokens of its prompt are computed from now on; those before `start` are there."""
+        ...
+
+    def chunk_ends(self, sub: "SubRequest", start: int, tokens: int) -> None:
+        """Note that they have been computed."""
+        ...
+
+    def first_token(self, sub: "SubRequest") -> None:
+        """Note that its prompt has been read, and its first token drawn, which is not its last."""
+        ...
+
+    def ended(self, sub: "SubRequest", part: TokenlessCompletion) -> None:
+        """Note that it has all its tokens."""
+        ...
+
+    def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
+        """Note that pages of its prefix have come from another instance."""
+        ...
+
+
+@dataclass(eq=False)
+class SubRequest:
+    """The part of a request that one core serves.
+
+    Attributes:
+      request_id: no other sub-request of a core has it.
+      arrival: of the request.
+      known: tokens of its output that are known, and belong to the prompt here.
+      max_tokens: that are generated here.
+      came: leading tokens whose keys and values are in the host's memory, for this sub-request alone.
+      staged: leading tokens, of full pages, that are there, and what follows them is computed here.
+      source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
+      part: the request's prompt, its answer after another one has read the prompt, or both.
+    """
+
+    request: WorkloadRequest
+    request_id: str
+    arrival: float
+    listener: SubRequestListener
+    known: int
+    max_tokens: int
+    came: int = 0
+    staged: int = 0
+    source: "ClusterCore | None" = None
+    prefix: int = 0
+    part: Literal["prompt", "answer", "whole"] = "whole"
 
 
 class ClusterCore(Instance):
@@ -46,8 +101,8 @@ class ClusterCore(Instance):
         self.page_bytes = cache_bytes(spec.model, spec.config.page_size, kv_dtype=spec.config.kv_dtype)
         self.attach(loop, lambda request, metrics: None, seed)
         self.nic = Link(loop, spec.bandwidth, spec.latency)
-        self._legs: dict[str, tuple[Leg, Sequence]] = {}
-        self._of_source: dict[str, Leg] = {}  # whose pages come from beyond its own tier
+        self._subs: dict[str, tuple[SubRequest, Sequence]] = {}
+        self._of_source: dict[str, SubRequest] = {}  # whose pages come from beyond its own tier
 
     def listen(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         """Tell of pages that can be found from now on, and of those that can't any more, by tier."""
@@ -56,36 +111,36 @@ class ClusterCore(Instance):
         if self._tier is not None:
             self._tier.listener = lambda new, gone: on_change("host", new, gone)
 
-    def serve(self, leg: Leg) -> None:
-        """A leg comes at `loop.now`."""
+    def serve(self, sub: SubRequest) -> None:
+        """Let a sub-request come at `loop.now`."""
         self._settle()
-        is_whole = not leg.came  # its pages are those of the prompt, which others may share
+        is_whole = not sub.came  # its pages are those of the prompt, which others may share
         sequence = make_sequence(
-            leg.request,
-            leg.request_id,
+            sub.request,
+            sub.request_id,
             self._sequence_maker.next_order(),
-            leg.arrival,
+            sub.arrival,
             self.config.page_size,
             self._seed,
             self.config.prefix_cache and is_whole,
-            leg.known,
-            leg.max_tokens,
+            sub.known,
+            sub.max_tokens,
         )
         _tokenless(sequence).times = []
         if not sequence.keys:
-            leg.source = None  # it can't know pages of prefixes
-        if leg.came or leg.staged or leg.source is not None:
-            sequence.source = leg.request_id
-            self._of_source[leg.request_id] = leg
-        if leg.came or leg.staged:
+            sub.source = None  # it can't know pages of prefixes
+        if sub.came or sub.staged or sub.source is not None:
+            sequence.source = sub.request_id
+            self._of_source[sub.request_id] = sub
+        if sub.came or sub.staged:
             sequence.tail_key = _TAIL
-        self._legs[leg.request_id] = leg, sequence
-        self._join(leg.request, sequence)
+        self._subs[sub.request_id] = sub, sequence
+        self._join(sub.request, sequence)
 
     def cancel(self, request_id: str) -> TokenlessCompletion:
-        """End a leg wherever it is; what it came to."""
+        """End a sub-request wherever it is, and return what it came to."""
         self._settle()
-        _, sequence = self._legs.pop(request_id)
+        _, sequence = self._subs.pop(request_id)
         self._of_source.pop(request_id, None)
         del self._open[request_id]
         if sequence in self._entering:
@@ -103,7 +158,7 @@ class ClusterCore(Instance):
             self._tier.listener = None
 
     def count_held(self, keys: List[Key]) -> int:
-        """How many leading pages it has, on its devices or in its host's memory."""
+        """Count the leading pages that it has, on its devices or in its host's memory."""
         if self.is_dead:
             return 0
         pool, tier = self._core.pool, self._tier
@@ -116,16 +171,16 @@ class ClusterCore(Instance):
         return 0 if self._tier is None else len(self._tier)
 
     def discard(self, keys: List[Key]) -> None:
-        """Let the host's memory keep pages no more."""
+        """Remove pages from the host's memory."""
         if self._tier is not None:
             self._tier.discard(keys)
 
     def decodes(self) -> tuple[int, int]:
-        """Legs whose prompts have been read, here or elsewhere, and the tokens of their contexts in all."""
-        done = 0 if self._run is None else self._run.periods_until(self._loop.now)
+        """sub-requests whose prompts have been read, here or elsewhere, and the tokens of their contexts in all."""
+        done = 0 if self._repeated is None else self._repeated.periods_until(self._loop.now)
         count = tokens = 0
-        for leg, sequence in self._legs.values():
-            if leg.part == "answer" or sequence.length > sequence.prompt_length:
+        for sub, sequence in self._subs.values():
+            if sub.part == "answer" or sequence.length > sequence.prompt_length:
                 count += 1
                 tokens += sequence.length + (done if sequence.is_running else 0)
         return count, tokens
@@ -139,17 +194,17 @@ class ClusterCore(Instance):
 
     @property
     def known(self) -> frozenset[str]:
-        """Ids of its legs."""
-        return frozenset(self._legs)
+        """Ids of its sub-requests."""
+        return frozenset(self._subs)
 
     def _enter(self) -> None:
         for sequence in self._entering:
-            leg, found = self._of_source.get(completion_of(sequence).request_id), 0
-            if self._tier is not None and (leg is None or not leg.came):
+            sub, found = self._of_source.get(completion_of(sequence).request_id), 0
+            if self._tier is not None and (sub is None or not sub.came):
                 self._core.look_up([sequence], self._tier)
                 found = sequence.available
-            if leg is not None:
-                there = leg.came or leg.staged or leg.prefix
+            if sub is not None:
+                there = sub.came or sub.staged or sub.prefix
                 if found < there:
                     sequence.available = there
                 else:  # it has them itself by now
@@ -163,22 +218,22 @@ class ClusterCore(Instance):
         for load in batch.loads:
             self._begin_load(load)
         if has_prompts(batch):
-            for leg, chunk in self._prompts(batch):
-                leg.owner.chunk_begins(leg, chunk.start, chunk.num_tokens)
+            for sub, chunk in self._prompts(batch):
+                sub.listener.chunk_begins(sub, chunk.start, chunk.num_tokens)
 
     def _begin_load(self, load: PageLoad) -> None:
-        leg, loop = self._of_source.get(load.source), self._loop
-        if leg is None:
+        sub, loop = self._of_source.get(load.source), self._loop
+        if sub is None:
             assert self._tier is not None
             self._tier.load(load, loop, self._link, self._end_load)
             return
         begun = loop.now
-        if leg.came or leg.staged:
+        if sub.came or sub.staged:
             done = Loaded(load.name, len(load.pages), 0.0)
-            pages = leg.came / self.config.page_size if leg.came else len(load.pages)
+            pages = sub.came / self.config.page_size if sub.came else len(load.pages)
             self._link.send(pages * self.page_bytes, lambda: self._end_load(done))
             return
-        source, keys = leg.source, load.keys
+        source, keys = sub.source, load.keys
         assert source is not None
         own = 0 if self._tier is None else self._tier.look_up(keys)
         if self._tier is not None:
@@ -187,7 +242,7 @@ class ClusterCore(Instance):
 
         def end_prefix() -> None:
             if there and not source.is_dead:
-                leg.owner.prefix_came(source.name, there * self.page_bytes, begun)
+                sub.listener.prefix_came(source.name, there * self.page_bytes, begun)
             found = own + (0 if source.is_dead else there)
             self._end_load(Loaded(load.name, found, loop.now - begun))
 
@@ -205,27 +260,27 @@ class ClusterCore(Instance):
     def _note_results(self, batch: Batch) -> None:
         if not has_prompts(batch):
             return
-        for leg, chunk in self._prompts(batch):
-            leg.owner.chunk_ends(leg, chunk.start, chunk.num_tokens)
-            if chunk.samples and leg.max_tokens > 1:
-                leg.owner.first_token(leg)
+        for sub, chunk in self._prompts(batch):
+            sub.listener.chunk_ends(sub, chunk.start, chunk.num_tokens)
+            if chunk.samples and sub.max_tokens > 1:
+                sub.listener.first_token(sub)
 
-    def _prompts(self, batch: Batch) -> list[tuple[Leg, Chunk]]:
-        """The chunks of prompts that are read here, and their legs, but for those that have been cancelled."""
+    def _prompts(self, batch: Batch) -> list[tuple[SubRequest, Chunk]]:
+        """Return the chunks of prompts that are read here with their sub-requests, unless these were cancelled."""
         found = []
         for chunk in reversed(batch.chunks):
             if chunk.decodes:
                 break
-            entry = self._legs.get(completion_of(chunk.sequence).request_id)
+            entry = self._subs.get(completion_of(chunk.sequence).request_id)
             if entry is not None and entry[1] is chunk.sequence and not entry[0].came:
                 found.append((entry[0], chunk))
         return found
 
     def _end_request(self, request_id: str, metrics: Metrics) -> None:
         super()._end_request(request_id, metrics)
-        leg, sequence = self._legs.pop(request_id)
+        sub, sequence = self._subs.pop(request_id)
         self._of_source.pop(request_id, None)
-        leg.owner.leg_ends(leg, _tokenless(sequence))
+        sub.listener.ended(sub, _tokenless(sequence))
 
 
 def _tokenless(sequence: Sequence) -> TokenlessCompletion:
@@ -235,7 +290,7 @@ def _tokenless(sequence: Sequence) -> TokenlessCompletion:
 
 
 class _PoolListener:
-    """Hears of the pages of a pool."""
+    """Listener of a pool's pages."""
 
     def __init__(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         self._on_change = on_change

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from longctx.simulation.event_loop import EventLoop, Link
 
 Overlap = Literal["layer", "chunk", "end"]
-"""When pages leave: layer by layer while their chunk is computed, when it has been, or when the whole prompt has."""
+"""Moment at which pages leave: layer by layer while a chunk is computed, when it has been, or when the prompt has."""
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
@@ -72,11 +72,11 @@ class PageStream:
             self._on_end()
 
     def cancel(self) -> None:
-        """Nobody wants the pages any more."""
+        """Stop: the pages are not needed any more."""
         self._is_over = True
 
     def _bytes(self, start: int, tokens: int) -> float:
-        """Of those tokens that are sent."""
+        """Return the bytes of those tokens that are sent."""
         return max(0, min(start + tokens, self._stop) - max(start, self._first)) * self._token_bytes
 
     def _leave(self, num_bytes: float) -> None:

@@ -1,10 +1,14 @@
-"""`ClusterSettings`: how a simulated cluster hears of its instances, and how pages move."""
+"""Settings of a simulated cluster, and changes of its instances."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from longctx.serving.validation import check_bool, check_real
+from longctx.serving.validation import check_bool, check_real, check_text
 from longctx.simulation.cluster.page_stream import OVERLAPS, Overlap
+
+Action = Literal["kill", "join", "drain", "restore", "prefill", "decode", "both"]
+"""It dies, with all that it has; comes back, with nothing; gets no more requests; gets some again; its role changes."""
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,41 @@ class ClusterSettings:
         for name in ("report_seconds", "least_retry"):
             if not check_real(name, getattr(self, name), 0) > 0:
                 raise ValueError(f"{name} must be seconds, more than 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happens to an instance, so many seconds after the beginning of the workload.
+
+    Attributes:
+      at: seconds from the beginning of the workload.
+      instance: its name.
+      action: `"kill"` (it dies, with all that it has), `"join"` (it comes back, with nothing), `"drain"` (it gets no
+        more requests), `"restore"` (it gets some again), or its new role: `"prefill"`, `"decode"`, `"both"`.
+
+    Raises:
+      TypeError, ValueError: the time is negative or not finite, or there is no such action.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import Change, ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> changes = (Change(5.0, "decode-0", "kill"), Change(60.0, "decode-0", "join"))
+      >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=2, changes=changes)
+      >>> record = deployment.run(arrive_at_rate(make_mix("sharegpt4", 50), rate=4.0))
+      >>> len(record.served), record.num_reassigned  # what it decoded goes on elsewhere
+      (50, 2)
+    """
+
+    at: float
+    instance: str
+    action: Action
+
+    def __post_init__(self) -> None:
+        check_text("instance", self.instance)
+        check_real("at", self.at, 0)
+        if self.action not in ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")

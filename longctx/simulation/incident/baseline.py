@@ -11,7 +11,7 @@ from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.rebuilt import Outcome
 from longctx.simulation.incident.replayer import Moment, Replayer
-from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.virtual_executor import DeviceSpeed
 
 
 class Decision(NamedTuple):

@@ -43,8 +43,7 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.simulation.instance.device_speed import DeviceSpeed
-from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.instance.virtual_executor import DeviceSpeed, Pending, VirtualExecutor
 
 GOES_ON, STOPS = 0, 1
 """Tokens of a replay: a completion ends with the second."""

@@ -1,4 +1,4 @@
-"""What the thread of an engine takes beside its devices, as a parameter of simulated ones."""
+"""Seconds that the thread of an engine takes beside its devices, as a parameter of simulated ones."""
 
 from dataclasses import dataclass
 

@@ -21,11 +21,10 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.event_loop import EventLoop, Link
-from longctx.simulation.instance.decode_run import DecodeRun, DecodeRuns
-from longctx.simulation.instance.device_speed import DeviceSpeed
 from longctx.simulation.instance.host_times import HostTimes
+from longctx.simulation.instance.repeated_steps import RepeatedSteps, RepetitionFinder
 from longctx.simulation.instance.tokenless import make_sequence
-from longctx.simulation.instance.tokenless_executor import TokenlessExecutor
+from longctx.simulation.instance.virtual_executor import DeviceSpeed, TokenlessExecutor
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier
 from longctx.simulation.record import Totals
 from longctx.simulation.server import OnEnd
@@ -104,10 +103,10 @@ class Instance:
         self.executor = TokenlessExecutor(seconds or predicted, model.vocab_size, plan, self._host, speed)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
-        runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
+        finder = RepetitionFinder(self._core, self._queue, self.executor, predictor)
         is_each = bool(seconds or host or speed or self._logs)  # asked for each step
-        self._runs = runs if skips_decodes and not is_each else None
-        self._run: DecodeRun | None = None
+        self._finder = finder if skips_decodes and not is_each else None
+        self._repeated: RepeatedSteps | None = None
         self._checked = 0  # tokens of the longest request that could be served
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
@@ -156,7 +155,7 @@ class Instance:
 
     @property
     def totals(self) -> Totals:
-        """What it has computed in the run."""
+        """Sums over what it has computed in the run."""
         self._settle()
         return self._totals
 
@@ -251,36 +250,36 @@ class Instance:
             self._plan_end()
 
     def _plan_end(self) -> None:
-        self._run = run = None if self._runs is None else self._runs.find()
-        if run is None:
+        self._repeated = steps = None if self._finder is None else self._finder.find()
+        if steps is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:
-            self._loop.at(run.finished, lambda: self._end_run(run))
+            self._loop.at(steps.finished, lambda: self._end_repeated(steps))
 
-    def _end_run(self, run: DecodeRun) -> None:
-        """A run has come to its end, unless it was settled before."""
-        if self._run is not run:
+    def _end_repeated(self, steps: RepeatedSteps) -> None:
+        """End repeated steps, unless they were settled before."""
+        if self._repeated is not steps:
             return
-        if self._loop.is_last_now and (periods := run.periods_until(self._loop.now, included=True)):
-            self._run = None
-            self._move_past(run, periods)
+        if self._loop.is_last_now and (periods := steps.periods_until(self._loop.now, included=True)):
+            self._repeated = None
+            self._move_past(steps, periods)
             self._plan_end()
         else:
             self._settle()
 
-    def _move_past(self, run: DecodeRun, periods: int) -> None:
-        ends = run.apply(periods, self._totals, self._steps if self.keep_steps else None)
+    def _move_past(self, steps: RepeatedSteps, periods: int) -> None:
+        ends = steps.apply(periods, self._totals, self._steps if self.keep_steps else None)
         if ends:
             self._busy_since = ends[-1]
             if self.keep_steps:
                 self._timeline += [self._point(end) for end in ends]
 
     def _settle(self) -> None:
-        """End a run of steps now, as far as it has come: so whoever looks at the core finds it as it is."""
-        if self._run is None:
+        """End repeated steps now, as far as they have come, so that the core is as it is at `loop.now`."""
+        if self._repeated is None:
             return
-        run, self._run, now = self._run, None, self._loop.now
-        self._move_past(run, run.periods_until(now))
+        steps, self._repeated, now = self._repeated, None, self._loop.now
+        self._move_past(steps, steps.periods_until(now))
         while (ready := self._queue.oldest.ready) < now:
             self._end_step()
             self._begin_steps(ready)

@@ -1,4 +1,4 @@
-"""Sequences without tokens: lengths, and keys of pages that stand for contents which nobody makes.
+"""Sequences without tokens: lengths, and keys of pages that stand for contents that are never made.
 
 The core that serves decides by lengths and by the keys of pages alone. So here a key is made of the ids of a trace's
 blocks instead of tokens: a page is found by it if all blocks up to the page's end are equal.
@@ -23,7 +23,7 @@ _PAGE_BYTES = 4  # of a key, for the number of a page of its own
 
 
 class PageKeys:
-    """Makes the keys of a request's pages, page by page.
+    """Maker of the keys of a request's pages, page by page.
 
     Tokens of the prompt that no block has, and those of the output, are the request's own: of its number. Blocks that
     go on beyond the prompt's last one are of the output, so that a later turn of a conversation can begin with it.
@@ -101,8 +101,13 @@ class TokenlessCompletion(Completion):
             self.times.append(now)
         return "", "length" if self.num_known == self._last else None
 
+    def advance(self, times: np.ndarray, longest: float) -> None:
+        super().advance(times, longest)
+        if self.times is not None:
+            self.times.append(times)  # the same array for all sequences of a batch
+
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
-        """Nobody reads the events of tokens, but the last one."""
+        """Return a shared event for every token but the last one, as their events are not read."""
         return _A_TOKEN if reason is None else super().event(text, token, reason)
 
     def interrupt(self) -> str:
@@ -123,7 +128,7 @@ def make_sequence(
     known: int = 0,
     max_tokens: int | None = None,
 ) -> Sequence:
-    """The sequence of a request, without tokens.
+    """Make the sequence of a request, without tokens.
 
     Args:
       order: of its arrival, a number that no other sequence of its engine has.

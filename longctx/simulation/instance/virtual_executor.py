@@ -1,18 +1,52 @@
-"""An executor in virtual time: it computes nothing, and its clock moves by what each batch would take."""
+"""Executors in virtual time: they compute nothing, and their clock moves by what each batch would take."""
 
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+
+import numpy as np
 
 from longctx.serving.config import MAX_RUN_AHEAD
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.host_times import HostTimes
+from longctx.simulation.instance.tokenless import TokenlessCompletion
+
+
+class DeviceSpeed:
+    """The speed of a device over time, relative to what is predicted of it.
+
+    Within a step that was measured, it does what is predicted of the step in the time that the step took; between steps
+    it is as fast as predicted. So a simulation with other batches than those measured meets the same slow moments.
+
+    Args:
+      steps: that followed each other: when each began and ended, by one clock, and its predicted seconds.
+    """
+
+    def __init__(self, steps: Iterable[tuple[float, float, float]]) -> None:
+        real, done = [0.0], [0.0]
+        for begin, end, predicted in steps:
+            begin = max(begin, real[-1])
+            done.append(done[-1] + begin - real[-1])
+            done.append(done[-1] + predicted)
+            real += [begin, max(end, begin)]
+        self._real, self._done = np.array(real), np.array(done)
+
+    def seconds(self, start: float, predicted: float) -> float:
+        """Return the seconds of work that begins at `start` and is predicted to take `predicted` seconds."""
+        done = _interpolate(start, self._real, self._done) + predicted
+        return max(0.0, _interpolate(done, self._done, self._real) - start)
+
+
+def _interpolate(at: float, x: np.ndarray, y: np.ndarray) -> float:
+    """Beyond the last point with slope 1."""
+    return float(np.interp(at, x, y)) + max(0.0, at - float(x[-1]))
 
 
 @dataclass
@@ -105,6 +139,22 @@ class VirtualExecutor:
             self._in_stages[0].ready = self.free
         return pending
 
+    def advance(self, first: int, ready: Callable[[int], float], now: float, free: float) -> None:
+        """Advance as if the last batches, which have been advanced (`Batch.advance`), had just been submitted.
+
+        Args:
+          first: the number of the first of them.
+          ready: when a batch leaves the last stage, by its number; infinite if it has not entered that.
+          now: virtual seconds.
+          free: when the last tick ends.
+        """
+        self.recent = deque((entry for entry in self.recent if entry[0].index >= first), self.recent.maxlen)
+        for batch, pending in self.recent:
+            pending.ready = ready(batch.index)
+            if batch.chunks:
+                pending.seconds = batch.predicted
+        self.now, self.free = now, free
+
     def wait(self, pending: Pending) -> Results:
         """Move the clock to the end of a batch.
 
@@ -159,3 +209,43 @@ class VirtualExecutor:
     def _token(self, chunk: Chunk) -> int:
         position = chunk.start + chunk.num_tokens
         return zlib.crc32(f"{chunk.sequence.name} {position}".encode()) % self._vocab_size
+
+
+class TokenlessExecutor(VirtualExecutor):
+    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
+
+    def __init__(
+        self,
+        seconds: Callable[[Batch], float],
+        vocab_size: int,
+        plan: ParallelPlan,
+        host: HostTimes,
+        speed: DeviceSpeed | None,
+    ) -> None:
+        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
+        self._host_seconds = host.batch
+        self.has_tokens = False  # whether any sequence has
+        self.notes_prompts = False  # whether batches with prompts count as moves, as their pages leave for elsewhere
+        self._moves: list[Batch] = []
+
+    def submit(self, batch: Batch) -> Pending:
+        self.now += self._host_seconds
+        if batch.loads or batch.stores or (self.notes_prompts and has_prompts(batch)):
+            self._moves.append(batch)
+        return super().submit(batch)
+
+    def take_moves(self) -> list[Batch]:
+        """Batches since the last call that load or store pages, or read prompts where that is noted."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def run(self, batch: Batch) -> list[int]:
+        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
+
+    def _token(self, chunk: Chunk) -> int:
+        return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)
+
+
+def has_prompts(batch: Batch) -> bool:
+    """Whether some of its rows are of prompts; those of decodes come first."""
+    return bool(batch.chunks) and not batch.chunks[-1].decodes

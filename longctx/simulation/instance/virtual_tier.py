@@ -16,11 +16,11 @@ HOST_BANDWIDTH = 25e9
 
 
 TierListener = Callable[[List[Key], List[Key]], object]
-"""Hears which pages a tier keeps from now on, and which no more; a page may be in both lists."""
+"""Called with the pages that a tier keeps from now on, and those that it dropped; a page may be in both lists."""
 
 
 class VirtualTier:
-    """What an engine's tiers keep: as many pages as fit into some bytes, the least recently used go first.
+    """Tiers of an engine: as many pages as fit into some bytes, of which the least recently used go first.
 
     Pages are written without taking time: they leave the devices while these compute.
 
@@ -28,7 +28,7 @@ class VirtualTier:
       num_bytes: of all pages. page_bytes: of one, on all devices together.
 
     Attributes:
-      listener: hears of changes.
+      listener: is called with changes.
     """
 
     def __init__(self, num_bytes: float, page_bytes: float) -> None:
@@ -62,7 +62,7 @@ class VirtualTier:
             self.listener([], removed)
 
     def look_up(self, keys: List[Key]) -> int:
-        """How many leading pages it has."""
+        """Count the leading pages that it has."""
         return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
 
     def load(self, load: PageLoad, loop: EventLoop, link: Link, on_end: Callable[[Loaded], object]) -> None:

@@ -5,8 +5,11 @@ from collections import Counter
 import pytest
 from cluster_cases import check_each_once, decode, prefill, serve, workload
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSimulation
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.simulation import Simulation
+from longctx.simulation.cluster import ClusterInstance, ClusterRecord
 from longctx.simulation.workloads import WorkloadRequest
 
 TPOT = 0.0165  # seconds, that a batch of a few decodes keeps
@@ -75,7 +78,8 @@ def test_a_deferred_request_is_served_later() -> None:
 
 def test_urgent_requests_are_accepted_where_others_are_not() -> None:
     requests = workload(120, rate=30.0)
-    simulation = ClusterSimulation(cluster(), ConductorConfig(ttft=0.3, priority_step=0.5))
+    simulation = Simulation(cluster(), Conductor(ConductorConfig(ttft=0.3, priority_step=0.5), PrefixIndex()))
     record = simulation.run(requests, priority=lambda request: request.number % 2)
+    assert isinstance(record, ClusterRecord)
     assert record.rejected
     assert not [each for each in record.rejected if each.number % 2]

@@ -17,9 +17,11 @@ from cluster_cases import (
     workload,
 )
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.simulation import Instance, Simulation
-from longctx.simulation.cluster import ClusterSettings, ClusterSimulation, PrefixTreeRoute
+from longctx.simulation.cluster import ClusterSettings, PrefixTreeRoute
 from longctx.simulation.workloads import WorkloadRequest
 
 
@@ -139,14 +141,11 @@ def test_cold_blocks_are_dropped_before_memory_is_full() -> None:
     requests = [prompt(number) for number in range(8)]
     kept = {}
     for swaps in (False, True):
-        simulation = ClusterSimulation(
-            [prefill("p", host_pages=100), decode("d")],
-            ConductorConfig(admission="none", swap_above=0.5, swap_below=0.3, swap_seconds=1.0),
-            ClusterSettings(swaps=swaps),
-        )
+        config = ConductorConfig(admission="none", swap_above=0.5, swap_below=0.3, swap_seconds=1.0)
+        instances, conductor = [prefill("p", host_pages=100), decode("d")], Conductor(config, PrefixIndex())
+        simulation = Simulation(instances, conductor, ClusterSettings(swaps=swaps))
         simulation.run(requests)
-        assert simulation.last is not None
-        core = simulation.last.nodes["p"].core
+        core = simulation.nodes["p"].core
         assert core is not None
         kept[swaps] = core.num_kept
     assert kept[False] == 100
@@ -235,7 +234,7 @@ def test_follow_ups_come_after_the_request_they_follow() -> None:
 
 def test_a_window_leaves_requests_open() -> None:
     requests = workload(40)
-    simulation = ClusterSimulation(two_and_two(), ConductorConfig(admission="none"))
+    simulation = Simulation(two_and_two(), Conductor(ConductorConfig(admission="none"), PrefixIndex()))
     record = simulation.run(requests, until=3.0)
     assert record.seconds == 3.0
     assert record.open

@@ -4,10 +4,13 @@ from cluster_cases import check_each_once, coupled, decode, prefill, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ADMISSIONS, POLICIES, ConductorConfig
-from longctx.simulation.cluster import Change, ClusterInstance, ClusterRecord, ClusterSettings, ClusterSimulation
-from longctx.simulation.cluster.changes import ACTIONS
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.simulation import Record, Simulation
+from longctx.simulation.cluster import Change, ClusterInstance, ClusterSettings
 from longctx.simulation.cluster.page_stream import OVERLAPS
+from longctx.simulation.cluster.settings import ACTIONS
 
 
 @st.composite
@@ -56,11 +59,11 @@ def test_every_request_ends_once_and_nothing_is_left(
 ) -> None:
     instances, config, sizes, changes = cluster
     requests = workload(25, rate, seed)
-    simulation = ClusterSimulation(instances, config, sizes, changes)
+    conductor = Conductor(config, PrefixIndex())
+    simulation = Simulation(instances, conductor, sizes, changes)
 
-    def check_capacity(record: ClusterRecord) -> None:
-        assert simulation.last is not None
-        for node in simulation.last.nodes.values():
+    def check_capacity(record: Record) -> None:
+        for node in simulation.nodes.values():
             if node.core is not None:
                 core = node.core.core
                 assert core.pool.num_held <= core.pool.num_pages
@@ -68,14 +71,12 @@ def test_every_request_ends_once_and_nothing_is_left(
 
     record = simulation.run(requests, progress=check_capacity)
     check_each_once(record, requests)
-    assert simulation.last is not None
-    for node in simulation.last.nodes.values():
+    for node in simulation.nodes.values():
         if node.core is not None:
             assert not node.core.known
             assert node.core.core.pool.num_held == 0
             assert not len(node.core.nic)
     if not record.open:
-        now = simulation.last.loop.now
-        for view in simulation.last.conductor.instances(now):
+        for view in conductor.instances(simulation.loop.now):
             assert view.decoding == view.open_requests == 0
             assert view.reserved_tokens == 0

@@ -1,4 +1,4 @@
-"""Identical steps that only decode, as one event: the same record as one by one, to the last bit."""
+"""Repeated steps that only decode, as one event: the same record as one by one, to the last bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,12 @@ import pytest
 
 from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
-from longctx.simulation import Instance, Record, Simulation
+from longctx.serving.scheduler.sequence import completion_of
+from longctx.simulation import EventLoop, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=200_000)
@@ -101,6 +104,49 @@ def test_a_long_output_takes_few_events() -> None:
     record, simulation = serve([*requests, *requests], plan, True, np.inf, roofs(plan), **options)
     assert record.totals.steps == 10_000
     assert simulation.loop.num_events < 1_000
+
+
+def core_at(time: float, plan: ParallelPlan, requests: list[WorkloadRequest]) -> tuple[Core, list[StepMetrics]]:
+    """A core that has run its steps one by one until a time, and the steps that have ended."""
+    config = EngineConfig(token_budget=512, page_size=256, num_pages=2000, run_ahead=1, hash_key=b"0" * 16)
+    instance, loop = Instance(MODEL, config, roofs(plan), plan, skips_decodes=False), EventLoop()
+    instance.attach(loop, lambda request, metrics: None)
+    for request in requests:
+        instance.add(request, 0.0)
+    loop.run(until=time)
+    return instance.core, instance.steps
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_core_that_is_advanced_is_as_after_as_many_steps(stages: int) -> None:
+    plan, requests = ParallelPlan(stage=stages), [WorkloadRequest(0.0, 800 + i, 400, number=i) for i in range(4)]
+    _, steps = core_at(np.inf, plan, requests)
+    core, ended = core_at(steps[100].finished, plan, requests)
+    times, batches = 30, core.in_flight.in_stages
+    assert core.repeats > times
+    busy = sum(bool(batch.chunks) for batch in batches)
+    new = steps[len(ended) : len(ended) + times * busy]
+    ends = {
+        batch.index: np.array([step.finished for step in new if (step.number - batch.index) % stages == 0])
+        for batch in batches
+        if batch.chunks
+    }
+    seconds = {step.number: step.rank_seconds[0] for step in steps}
+    predicted, now = [step.predicted for step in new], new[-1].finished
+    core.advance(times, ends, lambda number: seconds.get(number, 0.0), predicted, now)
+
+    other, _ = core_at(now, plan, requests)
+    assert core.stats() == other.stats()
+    assert core.scheduler.chunker.state() == other.scheduler.chunker.state()
+    assert core.scheduler.chunker.predictor.state() == other.scheduler.chunker.predictor.state()
+    for mine, same in zip(core.scheduler.running, other.scheduler.running, strict=True):
+        counts = [(each.computed, each.length, each.ready, each.pages) for each in (mine, same)]
+        assert counts[0] == counts[1]
+        assert completion_of(mine).metrics == completion_of(same).metrics
+        assert completion_of(mine).num_known == completion_of(same).num_known
+    for batch, twin in zip(core.in_flight.in_stages, other.in_flight.in_stages, strict=True):
+        assert (batch.index, batch.work, batch.predicted) == (twin.index, twin.work, twin.predicted)
+        assert [chunk.start for chunk in batch.chunks] == [chunk.start for chunk in twin.chunks]
 
 
 @pytest.mark.parametrize("stages", [1, 3])
