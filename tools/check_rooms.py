@@ -24,28 +24,28 @@ class Room(NamedTuple):
 
 SERVING = "longctx/serving"
 ROOMS = {
-    "kernels": Room(("longctx/kernels",), 6050, 47, 6000),  # partitioning for JAX's own sharding came after the plan
-    "parallel": Room(("longctx/parallel",), 3520, 24, 2800),
-    "models": Room(("longctx/models",), 6090, 43, 4200),
-    "nnx": Room(("longctx/nnx",), 1290, 12, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1750, 16, 1200),
-    "engine": Room((f"{SERVING}/engine",), 4540, 18, 2600),
-    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4180, 29, 3300),
-    "KV cache": Room((f"{SERVING}/kv_cache",), 3870, 32, 2600),
-    "predictor": Room((f"{SERVING}/predictor",), 1490, 11, 900),
-    "scheduler": Room((f"{SERVING}/scheduler",), 3800, 24, 2700),
-    "distributed": Room((f"{SERVING}/distributed",), 2325, 13, 1400),
+    "kernels": Room(("longctx/kernels",), 5900, 46, 6000),  # partitioning for JAX's own sharding came after the plan
+    "parallel": Room(("longctx/parallel",), 3400, 21, 2800),
+    "models": Room(("longctx/models",), 5760, 29, 4200),
+    "nnx": Room(("longctx/nnx",), 1200, 7, 1200),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1910, 14, 1200),
+    "engine": Room((f"{SERVING}/engine",), 4570, 19, 2600),
+    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4150, 25, 3300),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 3820, 23, 2600),
+    "predictor": Room((f"{SERVING}/predictor",), 1480, 10, 900),
+    "scheduler": Room((f"{SERVING}/scheduler",), 3790, 19, 2700),
+    "distributed": Room((f"{SERVING}/distributed",), 2330, 13, 1400),
     "recording": Room(
-        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2650, 23, 1500
+        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2580, 17, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 6560, 59, 4200),
-    "cluster": Room(("longctx/cluster",), 12330, 104, 6500),
-    "simulation": Room(("longctx/simulation",), 8100, 60, 6500),
-    "command line": Room(("longctx/cli",), 5400, 62, 2400),
-    "longctx": Room(("longctx",), 74600, 580, 50000),
-    "papers": Room(("papers",), 4960, 40, 4500),
-    "tests": Room(("tests",), 57400, 400, 38000),
-    "benchmarks": Room(("benchmarks",), 11000, 90, 8000),
+    "server": Room((f"{SERVING}/server",), 5820, 30, 4200),
+    "cluster": Room(("longctx/cluster",), 9920, 51, 6500),
+    "simulation": Room(("longctx/simulation",), 7740, 52, 6500),
+    "command line": Room(("longctx/cli",), 5020, 31, 2400),
+    "longctx": Room(("longctx",), 69950, 414, 50000),
+    "papers": Room(("papers",), 4930, 35, 4500),
+    "tests": Room(("tests",), 56620, 361, 38000),
+    "benchmarks": Room(("benchmarks",), 10800, 79, 8000),
 }
 
 

@@ -272,15 +272,15 @@ class AdmissionLimits:
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, EngineThread, Request
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
       >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
-      >>> control = AdmissionControl(engine, limits)
-      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
-      >>> control.num_waiting
+      >>> thread = EngineThread(engine, AdmissionControl(engine, limits))  # not started
+      >>> _ = thread.submit(engine.prepare(Request([1] * 3000)), print)
+      >>> thread.control.num_waiting
       1
     """
 

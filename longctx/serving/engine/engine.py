@@ -18,12 +18,12 @@ from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Journal, RequestUpdate
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, EventQueue, TokenStream, prepare_all
-from longctx.serving.engine.core import run_step
 from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.metrics import EngineStats, Monitor, StepMonitor
 from longctx.serving.engine.page_transfers import PageTransfers
 from longctx.serving.engine.setup import resolve
 from longctx.serving.engine.step_lock import Interrupts, StepLock
+from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT, LeasedSource, LocatedSources, PageKeeper

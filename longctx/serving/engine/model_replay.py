@@ -14,8 +14,8 @@ from longctx.parallel import make_mesh
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
-from longctx.serving.engine.core import run_step
 from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
