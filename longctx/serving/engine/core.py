@@ -33,9 +33,7 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
-_NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinite): its weights are damaged, or its activations overflow"
-)
+_NOT_FINITE = "the model's logits are not finite (NaN or infinite): its weights are damaged, or activations overflow"
 
 
 class Core:
