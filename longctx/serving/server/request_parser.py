@@ -231,7 +231,12 @@ class RequestParser:
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         max_tokens = self._max_tokens(wanted, self._settings.default_max_tokens, len(tokens))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-        sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop)
+        try:
+            sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop)
+        except (TypeError, ValueError) as error:  # the client gave these fields under their names in chats
+            newer = {"max_tokens": "max_completion_tokens"} if fields.max_completion_tokens is not None else {}
+            name, rest = str(error).split(" ", 1)
+            raise type(error)(f"{(newer | {'logprobs': 'top_logprobs'}).get(name, name)} {rest}") from None
         return self._prepare(fields, {"messages": []}, [tokens], [sampling], origin, [])
 
     def cache(self, body: bytes, origin: Origin) -> Document:
