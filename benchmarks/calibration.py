@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
+from benchmarks.operator_tables import LAYER_OPERATORS, Row, milliseconds, read_table
 from longctx.parallel.device_tables import DEVICES, LINKS, Device, Link
 from longctx.serving.predictor.fit import fit_non_negative
-from longctx.serving.predictor.tables import LAYER_OPERATORS, Row, milliseconds, read_table
 
 SHAPE = ("n_embd", "n_head", "n_kv_head", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 ATTENTION_COLUMNS = (

@@ -49,7 +49,7 @@ class MemoryExporter:
         if lease_id != LEASE:
             raise LeaseGone(lease_id)
         count = len(self.keys)
-        return Lease(LEASE, self.keys, [*range(count)], 0, count * LAYOUT.page_size, LAYOUT, time.monotonic() + 60)
+        return Lease(LEASE, self.keys, [*range(count)], 0, count * LAYOUT.page_size, LAYOUT)
 
     def num_ready(self, lease_id: str) -> int:
         return len(self.keys)

@@ -19,7 +19,6 @@ from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.page_transfers import LEASE_SECONDS
 from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
@@ -41,14 +40,14 @@ class EngineExporter:
     """
 
     def __init__(self, engine: Engine, layout: PageLayout) -> None:
-        self._pages, self._layout, self._now = engine.pages, layout, engine.now
+        self._pages, self._layout = engine.pages, layout
 
     def open(self, lease_id: str) -> Lease:
         """Find a lease; while its request runs, its pages are not known yet. Raises LeaseGone."""
         lease = self._pages.lease(lease_id)
         pages = [*lease.pages, *[0] * (len(lease.keys) - len(lease.pages))]
         tail = lease.total % self._layout.page_size
-        return Lease(lease_id, list(lease.keys), pages, tail, lease.total, self._layout, self._now() + LEASE_SECONDS)
+        return Lease(lease_id, list(lease.keys), pages, tail, lease.total, self._layout)
 
     def num_ready(self, lease_id: str) -> int:
         """Count leading pages that are complete. Raises LeaseGone."""

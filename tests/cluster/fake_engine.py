@@ -58,7 +58,7 @@ class FakeEngine:
         length = num_pages * self.layout.page_size - (self.layout.page_size - tail if tail else 0)
         keys = make_keys(num_pages, seed)
         lease_id = lease_id or make_lease_id()
-        lease = Lease(lease_id, keys, [*range(num_pages)], tail, length, self.layout, time.monotonic() + 60)
+        lease = Lease(lease_id, keys, [*range(num_pages)], tail, length, self.layout)
         lease.check()
         with self._lock:
             self._leases[lease.lease_id] = lease, raw.view(bits)

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.models import LlamaConfig
-from longctx.parallel.cost import Hardware
-from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
-from longctx.serving.predictor.file import load_profile, save_profile
-from longctx.serving.predictor.fit import fit, relative_errors
-from longctx.serving.predictor.roofline import CPU, GPUS, roofline
-from longctx.serving.predictor.runtime import check_predictor, keys_by_tile
-from longctx.serving.predictor.tables import (
+from benchmarks.operator_tables import (
     attention_work,
     curve,
     fit_attention,
@@ -26,6 +19,13 @@ from longctx.serving.predictor.tables import (
     read_table,
     seconds_per_layer,
 )
+from longctx.models import LlamaConfig
+from longctx.parallel.cost import Hardware
+from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
+from longctx.serving.predictor.file import load_profile, save_profile
+from longctx.serving.predictor.fit import fit, relative_errors
+from longctx.serving.predictor.roofline import CPU, GPUS, roofline
+from longctx.serving.predictor.runtime import check_predictor, keys_by_tile
 
 TILES = (1, 16, 64, 256)
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128)

@@ -19,8 +19,8 @@ from benchmarks.calibration import (
     layer_work,
     read_rows,
 )
+from benchmarks.operator_tables import LAYER_OPERATORS, Row
 from longctx.parallel.device_tables import DEVICES, LINKS
-from longctx.serving.predictor.tables import LAYER_OPERATORS, Row
 
 TRUE = dataclasses.replace(
     DEVICES["A100"], flops_share=0.66, memory_share=0.85, overlap=0.4, element_share=0.5, layer_seconds=2e-5

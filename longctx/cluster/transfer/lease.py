@@ -31,7 +31,6 @@ class Lease(NamedTuple):
       tail: tokens in the last page if it is partial, else 0.
       length: tokens in all.
       layout: of the pages.
-      expires: on the clock of the engine that holds them, unless they are asked for before.
 
     Source:
       Mooncake, 3 (pages of a prompt are kept until the decoding instance has them).
@@ -41,7 +40,7 @@ class Lease(NamedTuple):
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
       >>> keys = [bytes([n] * 16) for n in range(2)]
-      >>> lease = Lease(make_lease_id(), keys, pages=[5, 9], tail=36, length=100, layout=layout, expires=60.0)
+      >>> lease = Lease(make_lease_id(), keys, pages=[5, 9], tail=36, length=100, layout=layout)
       >>> lease.check()
       >>> len(lease.keys) * layout.page_bytes  # bytes to move for 100 tokens
       16777216
@@ -57,7 +56,6 @@ class Lease(NamedTuple):
     tail: int
     length: int
     layout: PageLayout
-    expires: float
 
     def check(self) -> None:
         """Check that the numbers of keys, pages and tokens fit together.
@@ -105,7 +103,7 @@ class Exporter(Protocol):
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
-      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
       >>> class Shelf:
       ...     def open(self, lease_id):
       ...         return lease

@@ -105,7 +105,7 @@ class PageReceiver(SocketThread):
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
-      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
       >>> class Shelf:
       ...     def open(self, lease_id):
       ...         return lease

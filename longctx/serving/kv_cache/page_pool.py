@@ -30,7 +30,7 @@ class PageListener(Protocol):
         ...
 
     def cleared(self) -> None:
-        """Forget the pages without a holder: none can be found any more, and listeners are told of each."""
+        """No page without a holder can be found any more; each was reported to `removed`."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Predictors of the time that a batch takes, before it runs.
 
-This package exports what deciding needs, in plain Python. `fit`, `roofline`, `tables` and `file` make predictors from
-measurements, from data sheets, from published tables and from profiles on disk.
+This package exports what deciding needs, in plain Python. `fit`, `roofline` and `file` make predictors from
+measurements, from data sheets and from profiles on disk.
 """
 
 from longctx.serving.predictor.correction import Corrected

@@ -260,7 +260,7 @@ class RuntimePredictor:
 
 @dataclasses.dataclass(frozen=True)
 class CurvePredictor:
-    """Predicts operators from data sheets (`roofline`) or tables (`from_tables`).
+    """Predicts operators from data sheets (`roofline`) or tables of measured operators.
 
     seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
     and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.

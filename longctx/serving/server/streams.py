@@ -15,7 +15,7 @@ class Stream:
     """Stream of the events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
 
     Args:
-      limit: dispatcher that may wait for the reader; more of them make it overflow.
+      limit: deliveries that may wait for the reader; more of them make it overflow.
       overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
 
     Attributes:

@@ -176,7 +176,7 @@ class ClusterCore(Instance):
             self._tier.discard(keys)
 
     def decodes(self) -> tuple[int, int]:
-        """sub-requests whose prompts have been read, here or elsewhere, and the tokens of their contexts in all."""
+        """Count sub-requests whose prompts have been read, here or elsewhere, and all tokens of their contexts."""
         done = 0 if self._repeated is None else self._repeated.periods_until(self._loop.now)
         count = tokens = 0
         for sub, sequence in self._subs.values():

@@ -33,7 +33,7 @@ _MOST_PREFETCHES = 8
 
 
 class TieredStore:
-    """Keeps pages in host memory and on disk. It is a `PageSink` and a `PageSource`; any thread may call it.
+    """Pages in host memory, on disk and in a remote store. It is a `PageKeeper`; any thread may call it.
 
     A page is written to host memory first, then to disk and to the remote store in the background. A hit on disk or in
     the remote store brings it back to host memory. What is lost on the way is a miss; each page is compared with its
