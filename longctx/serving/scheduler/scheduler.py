@@ -176,7 +176,7 @@ class Scheduler:
         return is_plain and self.chunker.predictor.is_confirmed
 
     def advance(self, times: int, batches: Iterable[Batch], predicted: List[float]) -> None:
-        """Advance as if the decodes of the last batches, one a stage, had been planned so many more times.
+        """Advance as if the decodes of the last batches, one a stage, had been planned `times` more times.
 
         Args:
           times: how often.

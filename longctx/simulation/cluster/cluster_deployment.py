@@ -56,7 +56,7 @@ class ClusterDeployment:
       changes: see `Change`.
 
     Raises:
-      ValueError: the plan doesn't suit the model or the topology, or nobody prefills or decodes.
+      ValueError: the plan doesn't suit the model or the topology, or no instance prefills or decodes.
 
     Source:
       Mooncake, 3 (prefill and decode apart) and 7 (such clusters beside coupled ones).

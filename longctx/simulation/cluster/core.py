@@ -26,7 +26,7 @@ class SubRequestListener(Protocol):
     """Receiver of what happens to a sub-request, at `loop.now`."""
 
     def chunk_begins(self, sub: "SubRequest", start: int, tokens: int) -> None:
-        """Note that so many tokens of its prompt are computed from now on; those before `start` are there."""
+        """Note that `tokens` tokens of its prompt are computed from now on; those before `start` are there."""
         ...
 
     def chunk_ends(self, sub: "SubRequest", start: int, tokens: int) -> None:

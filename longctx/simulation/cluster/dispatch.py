@@ -236,7 +236,7 @@ class Dispatch:
         core.serve(sub)
 
     def _after_calls(self, count: int, action: Callable[[], object]) -> None:
-        """Do something once so many servers have passed the request on, unless it is over then."""
+        """Call `action` once `count` servers have passed the request on, unless it is over then."""
         seconds = count * self._cluster.settings.call_seconds
         if seconds:
             self._cluster.loop.at(self._cluster.loop.now + seconds, lambda: None if self._is_over else action())

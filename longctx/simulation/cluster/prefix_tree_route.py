@@ -73,7 +73,7 @@ class PrefixTreeRoute:
           matches: by instance, leading blocks of the request that it holds; not heeded.
           pool: the instances to choose from.
           now: seconds of the driver's clock.
-          context: what else policies may heed.
+          context: further arguments of policies.
 
         Returns:
           Who prefills it, and what that is predicted to take.

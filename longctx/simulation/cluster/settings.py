@@ -72,7 +72,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that happens to an instance, so many seconds after the beginning of the workload.
+    """Event of an instance, at a time in seconds after the beginning of the workload.
 
     Attributes:
       at: seconds from the beginning of the workload.
