@@ -283,7 +283,7 @@ class Core:
 
     @property
     def repeats(self) -> int:
-        """Count how often the batches in the stages can repeat, see `advance`; 0 if the next step may be another one."""
+        """Count how often the batches in the stages can repeat, see `advance`; 0 if the next step may differ."""
         running, stages = self.scheduler.running, self.in_flight.in_stages
         if self.leases or not self.scheduler.only_decodes:
             return 0
