@@ -32,20 +32,20 @@ ROOMS = {
     "engine": Room((f"{SERVING}/engine",), 4570, 19, 2600),
     "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4150, 25, 3300),
     "KV cache": Room((f"{SERVING}/kv_cache",), 3820, 23, 2600),
-    "predictor": Room((f"{SERVING}/predictor",), 1480, 10, 900),
+    "predictor": Room((f"{SERVING}/predictor",), 1330, 9, 900),
     "scheduler": Room((f"{SERVING}/scheduler",), 3790, 19, 2700),
     "distributed": Room((f"{SERVING}/distributed",), 2330, 13, 1400),
     "recording": Room(
         (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2580, 17, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 5820, 30, 4200),
+    "server": Room((f"{SERVING}/server",), 5830, 30, 4200),
     "cluster": Room(("longctx/cluster",), 9920, 51, 6500),
     "simulation": Room(("longctx/simulation",), 7740, 52, 6500),
     "command line": Room(("longctx/cli",), 5020, 31, 2400),
     "longctx": Room(("longctx",), 69950, 414, 50000),
     "papers": Room(("papers",), 4930, 35, 4500),
-    "tests": Room(("tests",), 56620, 361, 38000),
-    "benchmarks": Room(("benchmarks",), 10800, 79, 8000),
+    "tests": Room(("tests",), 56630, 361, 38000),
+    "benchmarks": Room(("benchmarks",), 10970, 80, 8000),
 }
 
 

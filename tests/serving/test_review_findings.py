@@ -9,6 +9,7 @@ import pytest
 from fake_device import MODEL, make_engine
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
+from longctx.serving.engine import active_request
 from longctx.serving.predictor.roofline import CPU, roofline
 from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -88,23 +89,23 @@ def test_a_refused_workload_leaves_the_simulation_usable() -> None:
     assert len(simulation.run([WorkloadRequest(0.0, 8, 60)]).served) == 1
 
 
-def test_a_stream_that_another_thread_closes_ends() -> None:
+def test_a_stream_that_another_thread_closes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    stream = engine.stream([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    streams = []
 
     class ClosedMeanwhile(deque):
         def popleft(self) -> object:
             event = super().popleft()
             if event.output is not None:
-                closing = threading.Thread(target=stream.close)
+                closing = threading.Thread(target=streams[0].close)
                 closing.start()
                 closing.join()
             return event
 
-    stream._events = stream.jobs[0].events = ClosedMeanwhile()
-    reading = threading.Thread(target=lambda: list(stream), daemon=True)
+    monkeypatch.setattr(active_request, "deque", ClosedMeanwhile)
+    streams.append(engine.stream([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True)))
+    assert isinstance(streams[0].events, ClosedMeanwhile)
+    reading = threading.Thread(target=lambda: list(streams[0]), daemon=True)
     reading.start()
     reading.join(3)
-    hangs = reading.is_alive()
-    stream._num_open = 0
-    assert not hangs
+    assert not reading.is_alive()

@@ -194,6 +194,7 @@ class PageReceiver(SocketThread):
         return list(self._peers)
 
     def close(self) -> None:
+        """End all fetches and close all sockets. It may be called more than once."""
         super().close()
         if self._puller is not None:
             self._puller.close()

@@ -127,12 +127,20 @@ def look_ahead(
             if other is sequence:
                 first = clock - now
             elif other.state is not State.FINISHED:
+                _complete_page(scheduler, other)
                 scheduler.receive(other)
                 if other.is_running and other.length - other.in_flight >= length_at_end(other):
                     scheduler.finish(other)
     return TtftEstimate(
         first, max(0.0, clock - now), max(waited, key=lambda bound: waited[bound]) if waited else "queue"
     )
+
+
+def _complete_page(scheduler: Scheduler, sequence: Sequence) -> None:
+    """Give a page that the next token completes a key, as the engine does; it is found again after a preemption."""
+    known, keys = sequence.length - sequence.in_flight + 1, sequence.keys
+    if sequence.may_share and known == (len(keys) + 1) * scheduler.running.page_size:
+        sequence.keys = [*keys, b"%d %d" % (sequence.order, known)]
 
 
 def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:
