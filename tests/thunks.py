@@ -21,7 +21,7 @@ from abstract_step import compile_sampling, compile_step, make_shape
 from h100 import h100_mesh
 
 from longctx.models import LlamaConfig, RowwiseFp8
-from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import AXES
 from longctx.serving.request.sampling_params import SamplingLevel
 
 # With heads that the Mosaic GPU kernel takes.

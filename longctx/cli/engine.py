@@ -19,7 +19,7 @@ from longctx.kernels import explain
 from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
-from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import AXES
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
 from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes

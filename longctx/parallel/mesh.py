@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("stage", "context", "tensor")
+from longctx.parallel.topology import AXES
 
 
 def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:

@@ -14,7 +14,7 @@ from hlo import collectives, copied_bytes
 from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.models.footprint import cache_bytes, weight_bytes
 from longctx.models.layer_runs import Stacking, layer_runs
-from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import AXES
 
 LAYERS = 4
 SMALL = dataclasses.replace(

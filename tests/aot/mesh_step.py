@@ -22,7 +22,7 @@ from longctx.models import LlamaConfig
 from longctx.models.footprint import cache_bytes, kv_row_bytes
 from longctx.models.sharded_params import device_config
 from longctx.models.validation import FP8_KV
-from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import AXES
 from longctx.serving.distributed.mesh import arrange_devices
 from longctx.serving.runner.step_inputs import Shape
 

@@ -195,15 +195,8 @@ def find_wanted(lease: Lease, keys: list[Key], part: PageSlice) -> Wanted:
     first = lease.keys.index(keys[0]) if keys[0] in lease.keys else -1
     if first < 0 or lease.keys[first : first + len(keys)] != keys:
         raise ValueError("the lease has pages of other keys: another prompt, tenant, or secret of the KV cache")
-    check_part(part, lease.layout)
+    lease.layout.check_part(part)
     return Wanted(first, len(keys), part)
-
-
-def check_part(part: PageSlice, layout: PageLayout) -> None:
-    """Raise ValueError unless the model has these layers and KV heads."""
-    for name, (first, stop), size in zip(part._fields, part, layout.whole, strict=True):
-        if not 0 <= first < stop <= size[1]:
-            raise ValueError(f"{name} must be a range within 0 to {size[1]}, got {first} to {stop}")
 
 
 def export_pages(

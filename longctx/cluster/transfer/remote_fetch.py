@@ -11,7 +11,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from longctx.cluster.transfer.arrivals import Arrivals
-from longctx.cluster.transfer.lease import check_part
 from longctx.cluster.transfer.messages import (
     Block,
     Corrupt,
@@ -104,7 +103,7 @@ class Stream:
             raise Lost(f"block {self.num_come} was lost: the next one received was {message.number}")
         part = part_of(message)
         try:
-            check_part(part, layout)
+            layout.check_part(part)
         except ValueError as error:
             raise Malformed(f"a block of no such part: {error}") from None
         num_pages = len(self.fetch.keys)

@@ -16,7 +16,6 @@ from typing import Any
 
 import zmq
 
-from longctx.cluster.transfer.lease import check_part
 from longctx.cluster.transfer.messages import (
     TO_RECEIVER,
     VERSION,
@@ -139,7 +138,7 @@ class PageReceiver(SocketThread):
         puller: MooncakePuller | None = None,
     ) -> None:
         part, options, key = part or layout.whole, options or TransferOptions(), transfer_key(secret)
-        check_part(part, layout)
+        layout.check_part(part)
         options.check_fits(layout)
         network = Network("127.0.0.1", options.silence_timeout)
         super().__init__("page receiver", network, options.silence_timeout)

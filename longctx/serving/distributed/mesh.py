@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import AXES
 from longctx.serving.distributed.process_group import ProcessGroup
 
 

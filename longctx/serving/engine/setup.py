@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
-from longctx.parallel.mesh import AXES, make_mesh
-from longctx.parallel.topology import Topology, find_topology
+from longctx.parallel.mesh import make_mesh
+from longctx.parallel.topology import AXES, Topology, find_topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import check_config
 from longctx.serving.distributed.mesh import make_process_mesh

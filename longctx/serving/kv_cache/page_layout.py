@@ -59,6 +59,12 @@ class PageLayout(NamedTuple):
         """All layers and heads."""
         return PageSlice((0, self.num_layers), (0, self.num_kv_heads))
 
+    def check_part(self, part: "PageSlice") -> None:
+        """Raise ValueError unless a part has layers and heads, and only those that the model has."""
+        for name, (first, stop), (_, count) in zip(part._fields, part, self.whole, strict=True):
+            if not 0 <= first < stop <= count:
+                raise ValueError(f"part must have {name} (first, stop) of 0 to {count}, got {(first, stop)}")
+
     def check_same(self, other: "PageLayout", who: str) -> None:
         """ValueError, unless pages of `who` have this layout; the message names what differs."""
         pairs = zip(self._fields, self, other, strict=True)

@@ -17,7 +17,7 @@ from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_planner import PagePlan, PagePlanner
-from longctx.serving.scheduler.policy import by_urgency, lends_steps, relative_slack
+from longctx.serving.scheduler.policy import by_urgency, lends_steps, relative_slack, urgency_order
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
 from longctx.serving.scheduler.running import Running, arrival_order
@@ -238,7 +238,8 @@ class Admission:
             return
         self._ends = None
         self._blocked = known = None if self._optimistic else known  # others may give way
-        growing = min(batch.blocked, key=lambda sequence: self._order(sequence, now), default=None)
+        growing = min(batch.blocked, key=lambda sequence: urgency_order(self._policy, sequence, now), default=None)
+        growing_order = None if growing is None else urgency_order(self._policy, growing, now)
         reservations = [] if growing is None else [self._reserve(growing, [self._growth.needs(growing)], now)]
         passed_over, first = 0, None
         for sequence in self._by_urgency(self._waits.others(self.waiting), now):
@@ -258,7 +259,7 @@ class Admission:
                 passed_over += 1
                 continue
             plan, comes_after = self._planner.plan(sequence, shared), False
-            if growing is not None and self._order(growing, now) < self._order(sequence, now):
+            if growing_order is not None and growing_order < urgency_order(self._policy, sequence, now):
                 comes_after = plan is not None and not self._passes(reservations, sequence, shared, now)
             elif plan is None:
                 plan = self._make_way(batch, sequence, shared, now)
@@ -308,7 +309,7 @@ class Admission:
     def _passes(self, reservations: list[Reservation], sequence: Sequence, shared: list[int], now: float) -> bool:
         """Whether a sequence may be admitted before those with reservations; if so, these know."""
         pages = self._planner.needs(sequence, shared, to_begin=False)
-        end = self._predict_ends(now).end(sequence, self._order(sequence, now))
+        end = self._predict_ends(now).end(sequence, urgency_order(self._policy, sequence, now))
         if not all(reservation.allows(pages, end) for reservation in reservations):
             return False
         for reservation in reservations:
@@ -339,7 +340,7 @@ class Admission:
         """Return the reservation of a sequence that lacks `needs` pages, as predicted now."""
         reservation = self._reservations.get(sequence) or Reservation(sequence)
         ends = self._predict_ends(now)
-        running = [(s, ends.end(s, self._order(s, now))) for s in self._running.prefilling]
+        running = [(s, ends.end(s, urgency_order(self._policy, s, now))) for s in self._running.prefilling]
         running += [(s, ends.decode_end(s)) for s in self._running.decoding]
         # Nothing is promised to decodes under optimistic admission.
         margin = len(running) if self._optimistic else 0
@@ -348,16 +349,16 @@ class Admission:
 
     def _predict_ends(self, now: float) -> PredictedEnds:
         if self._ends is None:
-            prompts = [(self._order(s, now), s.prefill_remaining) for s in self._running.prefilling]
+            prompts = [(urgency_order(self._policy, s, now), s.prefill_remaining) for s in self._running.prefilling]
             seconds = self._chunker.token_seconds(self._running.decoding)
             self._ends = PredictedEnds(prompts, lends_steps(self._policy), seconds, now)
         return self._ends
 
     def _count_passed(self, others: list[Sequence], passed: list[Sequence], now: float) -> None:
         """Let those know that less urgent ones have been admitted before them."""
-        orders = sorted((*self._order(sequence, now), sequence.order) for sequence in passed)
+        orders = sorted((*urgency_order(self._policy, sequence, now), sequence.order) for sequence in passed)
         for other in others if orders else ():
-            own = *self._order(other, now), other.order
+            own = *urgency_order(self._policy, other, now), other.order
             other.passed_by += len(orders) - bisect.bisect_right(orders, own)
 
     def _remember_blocked(self, sequence: Sequence, found: int, now: float, has_room: bool = False) -> None:
@@ -368,9 +369,6 @@ class Admission:
     def _rank_again(self) -> None:
         if self._blocked is not None:
             self._blocked.until = -math.inf
-
-    def _order(self, sequence: Sequence, now: float) -> tuple[int, float]:
-        return -sequence.priority, self._policy.urgency(sequence, now)
 
     def _by_urgency(self, waiting: list[Sequence], now: float) -> Iterator[Sequence]:
         """Sort sequences by their turn to be admitted."""

@@ -115,6 +115,11 @@ class Policy(Protocol):
         ...
 
 
+def urgency_order(policy: Policy, sequence: Sequence, now: float) -> tuple[int, float]:
+    """Return what sorts sequences by priority, then by a policy; the most urgent is the least."""
+    return -sequence.priority, policy.urgency(sequence, now)
+
+
 def by_urgency(
     policy: Policy, sequences: Iterable[Sequence], now: float, tenants: TenantShares | None = None
 ) -> Iterator[Sequence]:

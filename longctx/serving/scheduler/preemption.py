@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
-from longctx.serving.scheduler.policy import Policy
+from longctx.serving.scheduler.policy import Policy, urgency_order
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 
@@ -77,7 +77,7 @@ class Preemption:
         """
         others = [other for other in self._running.prefilling if other is not sequence and other not in spared]
         others = [other for other in others if self._gives_way(other, sequence, now)]
-        others.sort(key=lambda other: (self._order(other, now), other.order), reverse=True)
+        others.sort(key=lambda other: (urgency_order(self._policy, other, now), other.order), reverse=True)
         victims: list[Sequence] = []
         for other in others:
             victims.append(other)
@@ -91,9 +91,6 @@ class Preemption:
         for victim in victims:
             self._preempt(victim)
         return victims
-
-    def _order(self, sequence: Sequence, now: float) -> tuple[int, float]:
-        return -sequence.priority, self._policy.urgency(sequence, now)
 
     def _gives_way(self, victim: Sequence, sequence: Sequence, now: float) -> bool:
         """Whether a prompt may be preempted for another one, see `make_way`."""

@@ -19,7 +19,7 @@ import xxhash
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.parts import check_part, part_shape
+from longctx.serving.kv_cache.tiers.parts import part_shape
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -172,7 +172,7 @@ def _decode(path: Path, text: bytes) -> FileHeader:
         contents = json.loads(text)
         layout = PageLayout(**contents["layout"])
         part = PageSlice(*((int(first), int(stop)) for first, stop in contents["part"]))
-        check_part(layout, part)
+        layout.check_part(part)
         records = [
             PageRecord(bytes.fromhex(key), bytes.fromhex(parent), int(number), int(check))
             for key, parent, number, check in contents["pages"]

@@ -16,13 +16,6 @@ def part_shape(layout: PageLayout, part: PageSlice) -> PartShape:
     return layers, 2, layout.page_size, heads, layout.row_size
 
 
-def check_part(layout: PageLayout, part: PageSlice) -> None:
-    """ValueError, unless a part has layers and heads, and only those that the model has."""
-    for name, (first, stop), (_, count) in zip(part._fields, part, layout.whole, strict=True):
-        if not 0 <= first < stop <= count:
-            raise ValueError(f"part must have {name} (first, stop) of 0 to {count}, got {(first, stop)}")
-
-
 def covers(parts: Iterable[PageSlice], whole: PageSlice) -> bool:
     """Whether parts have every layer and head of `whole`."""
     (layer, last_layer), (head, last_head) = whole

@@ -21,7 +21,6 @@ from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
 from longctx.serving.kv_cache.tiers.loader import PageLoader, TierFetch
 from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
-from longctx.serving.kv_cache.tiers.parts import check_part
 from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.store_queue import StoreQueue
@@ -67,7 +66,7 @@ class TieredStore:
           TypeError, ValueError: an argument is wrong, or the folder can't be used; the message names it.
         """
         part = layout.whole if part is None else part
-        check_part(layout, part)
+        layout.check_part(part)
         if not isinstance(fingerprint, bytes) or not fingerprint:
             raise ValueError("fingerprint must be bytes, at least one")
         check_eviction(eviction)
