@@ -17,7 +17,7 @@ from longctx.plotting import COLORS
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
 from longctx.simulation.capacity import PRECISION, parse_targets, search
-from longctx.simulation.reports.request_metrics import COLUMNS
+from longctx.simulation.reports.html_report import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
 from longctx.simulation.workloads.arrivals import MAX_RATE
 

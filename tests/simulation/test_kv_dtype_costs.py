@@ -13,8 +13,7 @@ from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dict
 from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.work import Work
-from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.deployment import BaselineDeployment, Deployment
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
 from longctx.simulation.utilization import max_tokens, model_bytes
@@ -121,4 +120,4 @@ def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
 
 def test_baselines_have_none() -> None:
     with pytest.raises(ValueError, match="kv_dtype must be None with a baseline"):
-        BaselineDeployment(LLAMA, RDMA, ParallelPlan(tensor=8), EngineConfig(kv_dtype=FP8), baseline="vllm")
+        Deployment(LLAMA, RDMA, ParallelPlan(tensor=8), EngineConfig(kv_dtype=FP8), baseline="vllm")
