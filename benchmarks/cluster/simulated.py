@@ -16,8 +16,8 @@ from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import read_profile
-from longctx.serving.predictor.runtime import RuntimePredictor
 from longctx.simulation import HostTimes, Record, Simulation
 from longctx.simulation.cluster import ClusterInstance, ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
@@ -31,6 +31,7 @@ def slowed(predictor: RuntimePredictor, factor: float) -> RuntimePredictor:
         dataclasses.replace(
             each,
             fixed=factor * each.fixed,
+            per_bucket=tuple(tuple(factor * x for x in costs) for costs in each.per_bucket),
             per_key=tuple(factor * x for x in each.per_key),
             per_sample=factor * each.per_sample,
         )

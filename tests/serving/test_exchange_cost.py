@@ -12,10 +12,9 @@ from longctx.parallel import Device, Link, Topology
 from longctx.parallel.cost import Hardware, predict_times
 from longctx.parallel.device_tables import DEVICES
 from longctx.serving import EngineConfig, ParallelPlan, Slo
-from longctx.serving.predictor import CurvePredictor, Program, RuntimePredictor, Work
-from longctx.serving.predictor.exchange import ExchangeCost
+from longctx.serving.predictor import CurvePredictor, RuntimePredictor, Work
 from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.serving.predictor.runtime import readable_tokens
+from longctx.serving.predictor.runtime import ExchangeCost, readable_tokens
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunking, limit_of_rank
 from longctx.simulation import Instance, Simulation
@@ -180,7 +179,7 @@ def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_the_limit_of_a_rank_is_predicted_with_no_more_rows_than_a_step_has(chunking: str) -> None:
     """A profile knows no step of more: the decode beside the chunk is one of its rows."""
-    measured = RuntimePredictor((Program(8, 1e-3, (1, 8), (1e-6, 4e-6), 0.0),))
+    measured = RuntimePredictor.of_rows({8: 1e-3}, (1, 8), (1e-6, 4e-6))
     limit = limit_of_rank(measured, Chunking.parse(chunking, 8, 4), 0.05, 1, 10**6)
     assert 1000 < limit < 50_000
 

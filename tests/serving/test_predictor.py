@@ -21,21 +21,15 @@ from benchmarks.operator_tables import (
 )
 from longctx.models import LlamaConfig
 from longctx.parallel.cost import Hardware
-from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
+from longctx.serving.predictor import Corrected, CurvePredictor, RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
 from longctx.serving.predictor.roofline import CPU, GPUS, roofline
-from longctx.serving.predictor.runtime import check_predictor, keys_by_tile
+from longctx.serving.predictor.runtime import check_predictor
 
 TILES = (1, 16, 64, 256)
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128)
-PROGRAMS = RuntimePredictor(
-    (
-        Program(8, 5e-3, (1, 8), (4e-7, 1.3e-6), 2e-4),
-        Program(128, 1e-2, (1, 16, 64, 128), (3e-7, 1.7e-6, 4e-6, 5e-6), 1e-4),
-        Program(512, 2e-2, (1, 16, 64, 256), (3e-7, 1.5e-6, 3e-6, 9e-6), 1.5e-4),
-    )
-)
+PROGRAMS = RuntimePredictor.of_rows({8: 5e-3, 128: 1e-2, 512: 2e-2}, TILES, (3e-7, 1.5e-6, 3e-6, 9e-6), 1.5e-4)
 CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
 
 
@@ -47,13 +41,14 @@ def test_work_adds_up_over_chunks() -> None:
     assert work.keys == 100 + 1050 + 1
 
 
-@given(start=st.integers(0, 10**7), count=st.integers(2, 5000))
+@given(start=st.integers(0, 10**7), count=st.integers(2, 512))
 def test_a_chunk_is_split_into_tiles(start: int, count: int) -> None:
-    tiles, expected = (1, 16, 64, 256), [0, 0, 0, 0]
+    expected = PROGRAMS.seconds(Work(count))
     for first in range(0, count, 256):
         size = min(256, count - first)
-        expected[next(i for i, tile in enumerate(tiles) if tile >= size)] += start + first + size
-    assert keys_by_tile(tiles, Work().with_chunk(start, count, False)) == expected
+        cost = next(cost for tile, cost in zip(TILES, PROGRAMS.programs[0].per_key, strict=True) if tile >= size)
+        expected += cost * (start + first + size)
+    assert PROGRAMS.seconds(Work().with_chunk(start, count, False)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("predictor", [PROGRAMS, CURVE])
@@ -90,8 +85,6 @@ def test_a_fit_finds_the_coefficients_of_the_times(seed: int) -> None:
     far = [Work(20, 20, 10**6).with_chunk(10**6, 300, True), Work().with_chunk(500_000, 512, True)]
     errors = relative_errors(fit(noisy, (8, 128, 512), TILES), [(work, PROGRAMS.seconds(work)) for work in far])
     assert np.abs(errors).max() < 0.15
-    noisy_programs = fit(noisy, (8, 128, 512), TILES).programs
-    assert all(x >= 0 for program in noisy_programs for x in (program.fixed, *program.per_key, program.per_sample))
 
 
 def test_fit_refuses_incomplete_measurements() -> None:
@@ -109,17 +102,22 @@ def test_fit_refuses_incomplete_measurements() -> None:
     ("change", "message"),
     [
         ({"fixed": -1.0}, "finite and not negative"),
-        ({"per_key": (math.nan, 0.0)}, "finite and not negative"),
+        ({"per_key": (math.nan,) * 4}, "finite and not negative"),
         ({"per_key": (0.0,)}, "a number for each of tiles"),
-        ({"tiles": (8, 1)}, "ascending"),
-        ({"rows": 0}, "positive"),
+        ({"tiles": (8, 1, 2, 3)}, "ascending"),
+        ({"per_bucket": ()}, "three kinds of rows"),
+        ({"kind": "ring"}, "kind must be one of local, .* got 'ring'"),
     ],
 )
 def test_invalid_programs_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PROGRAMS.programs[0], **change)
-    with pytest.raises(ValueError, match="ascending numbers of rows"):
-        RuntimePredictor(PROGRAMS.programs[::-1])
+
+
+@pytest.mark.parametrize("change", [{"buckets": ()}, {"buckets": (8, 4)}, {"buckets": (0, 4)}, {"programs": ()}])
+def test_invalid_measured_predictors_are_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(PROGRAMS, **change)
     with pytest.raises(ValueError, match="513 rows is more than the 512"):
         PROGRAMS.seconds(Work(513))
 
@@ -197,7 +195,7 @@ def test_a_profile_is_valid_for_one_engine(tmp_path: Path) -> None:
         load_profile(file, subject | {"num_layers": 32})
     with pytest.raises(ValueError, match="measured on another engine: device is None there and TPU here"):
         load_profile(file, subject | {"device": "TPU"})
-    for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"fixed": ', '"fixed": -')):
+    for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"per_sample": ', '"per_sample": -')):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="is not a profile as `longctx profile` writes it"):
             load_profile(file, subject)

@@ -10,8 +10,8 @@ from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
 from longctx.serving.scheduler.sequence import completion_of
 from longctx.simulation import EventLoop, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -51,13 +51,13 @@ def roofs(plan: ParallelPlan) -> Any:
 def programs(plan: ParallelPlan) -> Any:
     """With steps in rows, as a compiled engine has them."""
     rows = (1, 2, 4, 16, 128, 512)
-    return RuntimePredictor(tuple(Program(n, 1e-3 + 1e-5 * n, (1, 16), (1e-9, 2e-9), 1e-6) for n in rows))
+    return RuntimePredictor.of_rows({n: 1e-3 + 1e-5 * n for n in rows}, (1, 16), (1e-9, 2e-9), 1e-6)
 
 
 def slow(plan: ParallelPlan) -> Any:
     """Steps get longer than those that are planned ahead, in the midst of runs of decodes."""
     rows = (1, 2, 512)
-    return RuntimePredictor(tuple(Program(n, 0.045, (1,), (5e-6,), 0.0) for n in rows))
+    return RuntimePredictor.of_rows(dict.fromkeys(rows, 0.045), (1,), (5e-6,))
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -4,7 +4,7 @@ import pytest
 
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
 from longctx.simulation import Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -13,7 +13,7 @@ MODEL = LlamaConfig(50, 8, 8, 1, 1, 1, 8, max_positions=4000)
 
 def simulation() -> Simulation:
     """One instance, each of whose steps takes 10 ms."""
-    predictor = RuntimePredictor((Program(64, 10e-3, (64,), (0.0,), 0.0),))
+    predictor = RuntimePredictor.of_rows({64: 10e-3}, (64,), (0.0,))
     config = EngineConfig(num_pages=256, token_budget=64, max_running=4, prefix_cache=False)
     return Simulation([Instance(MODEL, config, predictor)])
 

@@ -14,13 +14,13 @@ from serving.fake_device import LENGTH, MODEL, VOCAB, FakeExecutor
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Slo
 from longctx.serving.executor.executor import Pending, Results
-from longctx.serving.predictor import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.request.output import Metrics
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import Instance, Record, Served, Simulation, VirtualExecutor, replay
 from longctx.simulation.workloads import WorkloadRequest
 
-PREDICTOR = RuntimePredictor((Program(16, 1e-3, (1, 16), (1e-5, 4e-5), 1e-4), Program(32, 2e-3, (16,), (3e-5,), 1e-4)))
+PREDICTOR = RuntimePredictor.of_rows({16: 1e-3, 32: 2e-3}, (1, 16), (1e-5, 4e-5), 1e-4)
 PLANS = [
     ParallelPlan(),
     ParallelPlan(3),

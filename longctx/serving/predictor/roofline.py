@@ -13,8 +13,7 @@ from longctx.models.layer_runs import layers_per_stage
 from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
 from longctx.parallel.device_tables import DEVICES, LINKS
 from longctx.parallel.topology import Topology, device_name
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.runtime import CurvePredictor
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost
 
 
 def _sheet(device: str, link: str) -> Hardware:

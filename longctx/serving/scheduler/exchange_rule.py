@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from longctx.parallel.cost import Thresholds
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import ExchangeCost, Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.batch import Exchange as Exchange
