@@ -11,7 +11,7 @@ from longctx.serving.scheduler.policy import POLICIES
 from longctx.serving.scheduler.sequence import State
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_sequences_that_grow_beside_each_other_all_end(data: st.DataObject) -> None:
     """Small pools, many sequences that need several ranks, prefixes, cancels; both admissions."""

@@ -195,7 +195,12 @@ def test_a_profile_is_valid_for_one_engine(tmp_path: Path) -> None:
         load_profile(file, subject | {"num_layers": 32})
     with pytest.raises(ValueError, match="measured on another engine: device is None there and TPU here"):
         load_profile(file, subject | {"device": "TPU"})
-    for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"per_sample": ', '"per_sample": -')):
+    for wrong in (
+        "{}",
+        "nonsense",
+        '{"format": "other"}',
+        file.read_text().replace('"per_sample": ', '"per_sample": -'),
+    ):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="is not a profile as `longctx profile` writes it"):
             load_profile(file, subject)

@@ -12,14 +12,12 @@ from longctx.simulation.workloads import (
     Quantiles,
     WorkloadRequest,
     arrive_at_rate,
-    arrive_like,
     check_followers,
     closed_loop,
     jitter_arrivals,
     keep_requests,
     make_conversations,
     make_mix,
-    mix_requests,
     scale_lengths,
 )
 
@@ -46,17 +44,6 @@ def test_built_in_mixes_have_the_papers_quantiles() -> None:
 def test_quantiles_must_rise(points: tuple[tuple[float, int], ...]) -> None:
     with pytest.raises(ValueError, match="points must rise from a share of 0 to one of 1"):
         Quantiles(*points)
-
-
-def test_lists_are_mixed_by_share_with_their_prefixes() -> None:
-    shared = [WorkloadRequest(0.0, 1024, 5, (3, 4))]
-    mixed = mix_requests(short(10), shared, 0.25, 4000, seed=2)
-    assert sum(x.blocks == (3, 4) for x in mixed) / 4000 == pytest.approx(0.25, abs=0.03)
-    assert [x.number for x in mixed] == list(range(4000))
-    with pytest.raises(ValueError, match="short and long must have requests"):
-        mix_requests(short(1), [], 0.1, 5)
-    with pytest.raises(ValueError, match="long_share must be finite and 0 to 1"):
-        mix_requests(short(1), shared, 1.5, 5)
 
 
 def test_a_closed_loop_keeps_as_many_requests_as_users() -> None:
@@ -101,14 +88,6 @@ def test_who_followed_a_request_that_is_left_out_follows_whom_that_one_followed(
     assert [(x.number, x.after) for x in keep_requests(chain, lambda x: x.number > 1)] == [(2, None), (3, 2)]
     with pytest.raises(ValueError, match="request 3 follows request 2, which is not in the workload"):
         check_followers([chain[3]])
-
-
-def test_arrivals_follow_a_trace() -> None:
-    trace = [WorkloadRequest(t, 5, 5, number=n) for n, t in enumerate([10.0, 11.0, 14.0, 20.0])]
-    assert [x.arrival for x in arrive_like(short(3), trace)] == [10, 11, 14]
-    assert [x.arrival for x in arrive_like(short(3), trace, rate=0.25)] == [0, 2, 8]
-    with pytest.raises(ValueError, match="trace must have arrivals for 5 requests, got 4"):
-        arrive_like(short(5), trace)
 
 
 def test_ticks_are_jittered_by_seed() -> None:
