@@ -25,8 +25,7 @@ from longctx.serving.profile_shapes import buckets_of, make_batch, tiles
 from longctx.serving.profile_shapes import longest_context as longest_context
 from longctx.serving.profile_shapes import random_shapes as random_shapes
 from longctx.serving.profile_shapes import shapes_to_measure as shapes_to_measure
-from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.rank_work import work_by_rank
+from longctx.serving.scheduler.batch import Batch, work_by_rank
 
 
 def subject(model: Llama, params: Params, config: EngineConfig, plan: ParallelPlan | None = None) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.predictor.roofline import roofline
-from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import Chunk, work_by_rank
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 from longctx.simulation import Instance, Simulation
