@@ -26,8 +26,9 @@ from longctx.cluster.conductor.overload import ADMISSION_RULES
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 
 LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
 CHUNK, DECODE_TOKENS, BANDWIDTH = 8192, 1_300_000, 100e9
@@ -36,7 +37,7 @@ TRACE_BLOCK = 512
 
 def make_cluster(instances: int, policy: str, admission: str, block: int, held: int) -> tuple[Conductor, PrefixIndex]:
     """Half of the instances prefill; each of those holds `held` blocks that no request of the benchmark has."""
-    predictor, plan = roofline(LLAMA_70B, GPUS["A100"], CHUNK, tensor=8), ParallelPlan(tensor=8)
+    predictor, plan = roofline(LLAMA_70B, Topology.preset("a100-nvlink"), CHUNK, tensor=8), ParallelPlan(tensor=8)
     rng, index = np.random.default_rng(1), PrefixIndex()
     conductor = Conductor(ConductorConfig(policy, admission), index)  # type: ignore[arg-type]
     for i in range(instances):

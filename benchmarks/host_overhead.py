@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from longctx.models import Llama, LlamaConfig
-from longctx.parallel import make_mesh
+from longctx.parallel import Topology, make_mesh
 from longctx.serving import EngineConfig, Metrics, ParallelPlan, Request, SamplingParams
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.executor import DeviceExecutor
@@ -28,7 +28,7 @@ from longctx.serving.executor.interface import Results
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.roofline import CPU, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.runner.model_runner import MeshModelRunner
 from longctx.serving.scheduler.batch import Batch
@@ -149,9 +149,8 @@ class RunningHost:
 
 
 def _chunker(budget: int) -> Chunker:
-    return Chunker(
-        make_policy("ilrs", 0.5), Corrected(roofline(MODEL.config, CPU, budget)), Chunking(False, budget), None, PAGE
-    )
+    predictor = Corrected(roofline(MODEL.config, Topology.preset("cpu"), budget))
+    return Chunker(make_policy("ilrs", 0.5), predictor, Chunking(False, budget), page_size=PAGE)
 
 
 def measure(name: str, mixed: bool, contexts: list[int], rounds: int) -> None:

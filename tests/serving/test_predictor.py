@@ -20,11 +20,12 @@ from benchmarks.operator_tables import (
     seconds_per_layer,
 )
 from longctx.models import LlamaConfig
-from longctx.parallel.cost import Hardware
+from longctx.parallel.device_tables import Device, Link
+from longctx.parallel.topology import Topology
 from longctx.serving.predictor import Corrected, CurvePredictor, RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
-from longctx.serving.predictor.roofline import CPU, GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import check_predictor
 
 TILES = (1, 16, 64, 256)
@@ -154,8 +155,9 @@ def test_correction_follows_a_slower_device_and_ignores_outliers() -> None:
 
 
 def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
-    sheet = Hardware(300e12, 100e9, memory_bandwidth=2e12)
-    predictor = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0)
+    device = Device("sheet", {"bfloat16": 300e12}, 2e12, flops_share=1.0, memory_share=1.0)
+    sheet = Topology(device, dict.fromkeys(("tensor", "stage"), Link("link", 100e9, share=1.0)))
+    predictor = roofline(LLAMA_8B, sheet, 4096)
     # Llama-3 8B has 6.98e9 weights in its layers, and 5.25e8 in its head.
     layers, head = 32 * 4096 * (2 * 40 * 128 + 3 * 14336), 128256 * 4096
     assert predictor.seconds(Work(1)) == pytest.approx(2 * (layers + head) / 2e12)
@@ -165,19 +167,17 @@ def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
     chunk = Work().with_chunk(0, 4096, False)
     assert predictor.seconds(chunk) - predictor.seconds(Work(4096)) == pytest.approx(attention)
     # One of two stages has half of the layers; one of eight devices has an eighth of their weights, and all-reduces.
-    half = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, stage=2)
+    half = roofline(LLAMA_8B, sheet, 4096, stage=2)
     assert half.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 2, rel=0.05)
-    eighth = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, tensor=8)
+    eighth = roofline(LLAMA_8B, sheet, 4096, tensor=8)
     sent = 2 * 32 * 4096 * 2 * 7 / 8 * 4096 * 2 / 100e9
     assert eighth.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 8 + sent, rel=1e-3)
-    assert roofline(LLAMA_8B, CPU, 512).seconds(Work(1)) > roofline(LLAMA_8B, GPUS["A100"], 512).seconds(Work(1))
+    cpu, gpu = (roofline(LLAMA_8B, Topology.preset(name), 512) for name in ("cpu", "a100-nvlink"))
+    assert cpu.seconds(Work(1)) > gpu.seconds(Work(1))
     for change, message in [({"stage": 33}, "at most the 32 layers"), ({"tensor": 5}, "divide the 32 query heads")]:
         with pytest.raises(ValueError, match=message):
             roofline(LLAMA_8B, sheet, 512, **change)
-    with pytest.raises(ValueError, match="efficiency must be"):
-        roofline(LLAMA_8B, sheet, 512, efficiency=0.0)
     for name, values in {
-        "efficiency": [math.nan, 2],
         "overhead": [-1, math.nan, math.inf],
         "element_bytes": [-2, 0],
     }.items():
@@ -278,9 +278,9 @@ def test_from_tables_adds_up_the_operators() -> None:
     attention = read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv")
     reduce = read_table(VIDUR / "a100_dgx_all_reduce.csv", num_workers=8, devices_per_node=8)
     predictor = from_tables(LLAMA_8B, linear, attention, reduce, tensor=8, stage=2)
-    bound = roofline(LLAMA_8B, GPUS["A100"], 8192, stage=2, tensor=8, efficiency=1.0)
+    bound = roofline(LLAMA_8B, Topology.preset("a100-nvlink"), 8192, stage=2, tensor=8)
     for work in (Work(1, 1, 1000), Work().with_chunk(0, 4096, True), Work().with_chunk(100_000, 2048, False)):
-        assert 1 < predictor.seconds(work) / bound.seconds(work) < 6
+        assert 0.5 < predictor.seconds(work) / bound.seconds(work) < 6
     with pytest.raises(ValueError, match="linear must be of tensor=1 devices"):
         from_tables(LLAMA_8B, linear, attention)
     with pytest.raises(ValueError, match="linear must be of a hidden size of 8192"):

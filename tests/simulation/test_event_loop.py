@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import EventLoop, Instance, Link, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=50_000)
-PREDICTOR = roofline(MODEL, GPUS["A100"], 512, overhead=1e-3)
+PREDICTOR = roofline(MODEL, Topology.preset("a100-nvlink"), 512, overhead=1e-3)
 
 
 def make(name: str = "0", **options: Any) -> Instance:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.predictor import RuntimePredictor
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.sequence import completion_of
 from longctx.simulation import EventLoop, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -45,7 +46,7 @@ def serve(
 
 
 def roofs(plan: ParallelPlan) -> Any:
-    return roofline(MODEL, GPUS["A100"], 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
+    return roofline(MODEL, Topology.preset("a100-nvlink"), 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
 
 
 def programs(plan: ParallelPlan) -> Any:
