@@ -125,6 +125,8 @@ def test_invalid_measured_predictors_are_refused(change: dict) -> None:
 
 def test_invalid_predictors_are_refused() -> None:
     assert check_predictor(CURVE, 512) is CURVE
+    with pytest.raises(ValueError, match=r"overlap must be 0 to 1, got 1\.5"):
+        dataclasses.replace(CURVE, overlap=1.5)
     with pytest.raises(TypeError, match="predictor must have `seconds` and `prefill_seconds`, got 3"):
         check_predictor(3, 512)  # type: ignore[arg-type]
     for wrong in (math.nan, math.inf, -1.0):

@@ -209,12 +209,6 @@ def test_what_can_not_be_served_is_refused(change: dict[str, Any], message: str)
     assert len(simulation.run(requests[:1]).served) == 1
 
 
-@pytest.mark.parametrize("change", [{"arrival": -1.0}, {"arrival": math.nan}, {"delay": -1.0}, {"after": -1}])
-def test_a_request_says_what_it_can_not_be(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        WorkloadRequest(**({"arrival": 0.0, "prompt_tokens": 1, "output_tokens": 1} | change))
-
-
 @pytest.mark.parametrize("until", [0.0, -1.0, math.nan])
 def test_a_window_is_positive(until: float) -> None:
     with pytest.raises(ValueError, match="until must be positive"):

@@ -13,6 +13,5 @@ from .request import MAX_ARRIVAL as MAX_ARRIVAL
 from .request import TRACE_BLOCK as TRACE_BLOCK
 from .request import WorkloadRequest as WorkloadRequest
 from .request import check_arrivals as check_arrivals
-from .request import check_followers as check_followers
 from .request import keep_requests as keep_requests
 from .request import scale_lengths as scale_lengths
