@@ -34,12 +34,10 @@ SECRET = ("--kv-secret-file", "secret")
     [
         (["--kv-peer", "a"], "--kv-peer needs --role"),
         (["--kv-advertise", "a"], "--kv-advertise needs --role"),
-        (["--prefill-from", "http://a"], "--prefill-from needs --role"),
         (["--role", "both", *SECRET, "--kv-peer", "a:0"], "--kv-peer must be HOST or HOST:PORT, got 'a:0'"),
         (["--role", "both"], "--role needs --kv-secret-file"),
         (["--role", "both", *SECRET, "--no-prefix-cache"], "--role contradicts --no-prefix-cache"),
         (["--role", "both", *SECRET, "--record", "folder"], "--role contradicts --record"),
-        (["--role", "prefill", *SECRET, "--prefill-from", "http://a"], "--prefill-from contradicts --role prefill"),
         (["--role", "both", *SECRET, "--kv-host", "0.0.0.0"], "--kv-host 0.0.0.0 needs --kv-advertise"),
     ],
 )
