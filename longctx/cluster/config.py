@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
-from longctx.cluster.server_url import split_server_url
+from longctx.cluster.server_url import check_server_url
 from longctx.serving.validation import FieldType, Range, check_fields
 
 Launcher = Literal["processes", "ray", "static"]
@@ -199,10 +199,7 @@ def _read_entry(
     if url is not None:
         if {"count", "flags", "devices", "processes"} & entry.keys():
             raise ValueError(f"{place}url is of an instance that runs: it contradicts count, flags, devices, processes")
-        parts = split_server_url(url)
-        if parts is None:
-            raise ValueError(f"{place}url must be http://HOST:PORT, got {url!r}")
-        url = parts.geturl().rstrip("/")
+        url = check_server_url(f"{place}url", url)
     devices = _read_devices(place, entry.get("devices", []), count or 1, launcher)
     if processes > 1 and launcher != "processes":
         raise ValueError(f"{place}processes are for launcher 'processes': Ray starts one for each instance")

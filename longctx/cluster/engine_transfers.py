@@ -9,8 +9,10 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from longctx.cluster.conductor.config import ROLES as ROLES
+from longctx.cluster.conductor.config import Role as Role
 from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill import PrefillRequests, count_here
@@ -26,9 +28,6 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
-
-Role = Literal["prefill", "decode", "both"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")

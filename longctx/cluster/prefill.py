@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from longctx.cluster.pending_pages import PendingSource, StagedPages
-from longctx.cluster.server_url import host_port
+from longctx.cluster.server_url import host_port, split_server_url
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -147,13 +147,10 @@ class PrefillRequests:
         return Received(handoff, {}, staged)
 
     def _check_url(self, url: str) -> None:
-        try:
-            parts = urlsplit(url)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        parts = split_server_url(url)
+        if parts is None:
             raise ApiError(400, f"url must be http://HOST:PORT, got {url!r}", "url")
-        self._check_host(parts.hostname)
+        self._check_host(str(parts.hostname))
 
     def _stage(self, prepared: PreparedRequest, source: LeasedSource, first: int, stop: int) -> StagedPages | None:
         """Make the staging of a prompt's pages; None: the engine has no host memory, too little, or several of them."""
