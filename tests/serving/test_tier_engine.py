@@ -185,7 +185,7 @@ def test_corrupt_files_are_computed_again(tmp_path: Path) -> None:
     engine = make_engine(ONE, on_disk(tmp_path))
     answer(engine, [request])
     store_of(engine).close()
-    for path in tmp_path.rglob("*.pages"):
+    for path in tmp_path.rglob("*.page"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)

@@ -18,9 +18,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from longctx.serving.executor.interface import MoverStats as MoverStats
+from longctx.serving.kv_cache.arrivals import MissingParts
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
 from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
 from longctx.serving.scheduler.batch import Batch
@@ -35,14 +34,14 @@ PLACED_BYTES = 128 << 20
 class _Load:
     """A load; `fetch` is the placing thread's alone, but for `num_pages`.
 
-    `missing`: the parts, `[pages, layers, KV heads]`, that have not been written. `placed` are on their way to the
+    `missing`: what has not been written. `placed` are on their way to the
     devices; `is_over` if no more will be. `written`: waits until no device reads what the fetch has given.
     """
 
     request: PageLoad
     source: PageSource | None
     begun: float
-    missing: np.ndarray
+    missing: MissingParts
     last_block: float
     fetch: PageFetch | None = None
     placed: deque[tuple[PageBlock, Any, int]] = field(default_factory=deque)
@@ -54,9 +53,7 @@ class _Load:
     @property
     def num_pages(self) -> int:
         """Leading pages that are written, and that the source says were right."""
-        missing = np.append(self.missing.any((1, 2)), True)
-        count = int(missing.argmax())
-        return 0 if self.fetch is None else max(0, min(count, self.fetch.num_pages))
+        return 0 if self.fetch is None else max(0, min(self.missing.num_leading, self.fetch.num_pages))
 
 
 class PageMover:
@@ -114,7 +111,7 @@ class PageMover:
         now = self._clock()
         for request in batch.loads:
             assert request.name not in self._loads, f"{request.name} loads already"
-            missing = self._runner.needed(request.pages)
+            missing = MissingParts(self._runner.needed(request.pages), self._runner.page_layout.whole)
             with self._lock:
                 self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
         if batch.loads:
@@ -188,8 +185,7 @@ class PageMover:
                 if (written := self._runner.write_placed([placed for _, placed, _ in blocks])) is not None:
                     load.written.append(written)
                 for block, _, _ in blocks:
-                    pages, layers, heads = (block.first, block.first + len(block.data)), *block.part
-                    load.missing[slice(*pages), slice(*layers), slice(*heads)] = False
+                    load.missing.add(block)
                 self.stats.loaded_bytes += size
             now = self._clock()
             is_late = now > self._late_at(load)

@@ -9,8 +9,6 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -74,11 +72,6 @@ class PageBlock(NamedTuple):
     first: int
     part: PageSlice
     data: Any
-
-    def common_with(self, whole: PageSlice) -> tuple[PageSlice, tuple[slice, slice], tuple[slice, slice]] | None:
-        """Return its part of `whole`, and that part's layers and heads in arrays of `whole` and in its own data."""
-        common = self.part.intersect(whole)
-        return None if common is None else (common, common.within(whole), common.within(self.part))
 
 
 @runtime_checkable
@@ -197,14 +190,3 @@ class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
     def close(self) -> None:
         """End its threads; it may be called more than once."""
         ...
-
-
-def assemble(blocks: list[PageBlock], out: np.ndarray, whole: PageSlice) -> None:
-    """Copy blocks into an array `[pages, layers, 2, page_size, heads, row_size]` of the layers and heads of `whole`."""
-    for block in blocks:
-        found = block.common_with(whole)
-        if found is None:
-            continue
-        _, (layers, heads), (from_layers, from_heads) = found
-        pages = slice(block.first, block.first + len(block.data))
-        out[pages, layers, :, :, heads] = np.asarray(block.data)[:, from_layers, :, :, from_heads]

@@ -125,7 +125,7 @@ class _Entry(Use):
 
 
 class TierIndex(Generic[Name]):
-    """Entries of a tier by name: pages of host memory by key, files of a disk by file name.
+    """Entries of a tier by name: pages of host memory and of a disk by key.
 
     An entry may go unless it is held, pinned, or followed by another of its chain. Without its beginning a chain is of
     no use: so chains go from their tails, and what is cut off from its beginning goes first, under every rule.
@@ -135,9 +135,8 @@ class TierIndex(Generic[Name]):
       num_evicted: entries that went to make room.
     """
 
-    def __init__(self, capacity: int, eviction: str = "lru", max_pinned: int | None = None) -> None:
-        self.capacity = capacity
-        self.max_pinned = capacity // 2 if max_pinned is None else max_pinned
+    def __init__(self, capacity: int, eviction: str = "lru") -> None:
+        self.capacity, self.max_pinned = capacity, capacity // 2
         self.used = self.pinned = self.num_evicted = 0
         self._entries: dict[Name, _Entry] = {}
         self._followers: dict[object, dict[Name, None]] = {}  # entries after one, which is there or not
