@@ -43,7 +43,7 @@ def test_metrics_of_tiers_are_what_happened(tmp_path: Path) -> None:
     metrics = ServerMetrics("vllm", thread, "m")
     assert ask(engine, PROMPT) == 0
     assert ask(engine, PROMPT) == 36
-    thread.load = thread._look()
+    thread.load = engine.core.load(engine.stats(), engine.now())
     got = fresh(metrics)
     assert got.get_one("longctx:kv_tier_stored_total", tier="host") == 11  # of 44 tokens
     assert got.get_one("longctx:kv_tier_stored_total", tier="disk") == 11

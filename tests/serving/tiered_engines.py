@@ -10,7 +10,7 @@ from dense_oracle import LENGTH, VOCAB, Oracle, make_model
 
 from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
-from longctx.serving.kv_cache.connector import assemble
+from longctx.serving.kv_cache.arrivals import assemble
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 
@@ -82,10 +82,10 @@ def answer(engine: Engine, requests: list[Request]) -> list[Output]:
 
 def page_bits(engine: Engine, keys: list[bytes]) -> np.ndarray:
     """Pages that are on an engine's devices, `[pages, layers, 2, page_size, K, row_size]`."""
-    layout = engine._executor.page_layout
+    layout = engine.executor.page_layout
     pages = [page for key in keys if (page := engine.core.pool.find(key)) is not None]
     out = np.zeros((len(keys), *layout.shape), layout.bits)
-    assemble(engine._executor.read_pages(pages, (0, layout.num_layers)).result(), out, layout.whole)
+    assemble(engine.executor.read_pages(pages, (0, layout.num_layers)).result(), out, layout.whole)
     return out
 
 

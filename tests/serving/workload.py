@@ -131,12 +131,13 @@ class Workload:
         running = list(scheduler.running)
         held = Counter(page for sequence in running for page in sequence.pages)
         pool = scheduler.pool
-        assert {page: n for page, n in enumerate(pool._references) if n} == held
+        assert pool.num_held == len(held)
+        assert all(pool.is_held_alone(page) == (count == 1) for page, count in held.items())
         assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]
         free = scheduler.running.slots
         slots = [s.slot for s in running] + free.free + [slot for _, slot in free.resting]
         assert sorted(slots) == list(range(self.engine.config.max_running))
-        assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
+        assert pool.num_available + pool.num_reserved + len(held) == pool.num_pages
         for sequence in running:
             on = [pool.rank_of(page) for page in sequence.pages]
             assert sequence.ranks == tuple(sorted({*on}))
@@ -151,10 +152,9 @@ class Workload:
         pool = self.engine.scheduler.pool
         assert pool.num_held == pool.num_reserved == 0
         assert pool.num_available == pool.num_pages
-        assert not any(pool._references)
         pool.clear()
         assert pool.num_cached == 0
-        assert sorted(page for free in pool._free for page in free) == list(range(pool.num_pages))
+        assert pool.num_available == pool.num_pages
 
     def run(self, events: int) -> None:
         self.act(events)
