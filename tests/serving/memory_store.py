@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.serving.kv_cache.arrivals import assemble
-from longctx.serving.kv_cache.connector import PageBlock, PageRead, PageStore
+from longctx.serving.kv_cache.connector import PageBlock, PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
 

@@ -10,7 +10,7 @@ from dense_oracle import LENGTH, VOCAB, Oracle, make_model
 
 from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
-from longctx.serving.kv_cache.arrivals import assemble
+from longctx.serving.kv_cache.connector import assemble
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 

@@ -25,8 +25,7 @@ from longctx.models.validation import FP8_KV
 from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.interface import Executor
-from longctx.serving.kv_cache.arrivals import assemble
-from longctx.serving.kv_cache.connector import Loaded, PageKeeper, PageRead
+from longctx.serving.kv_cache.connector import Loaded, PageKeeper, PageRead, assemble
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore

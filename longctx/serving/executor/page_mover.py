@@ -19,8 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longctx.serving.executor.interface import MoverStats as MoverStats
-from longctx.serving.kv_cache.arrivals import MissingParts
-from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
+from longctx.serving.kv_cache.connector import (
+    Loaded,
+    MissingParts,
+    PageBlock,
+    PageFetch,
+    PageLoad,
+    PageSink,
+    PageSource,
+    PageStore,
+)
 from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
 from longctx.serving.scheduler.batch import Batch
 

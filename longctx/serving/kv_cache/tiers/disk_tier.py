@@ -126,9 +126,9 @@ class DiskTier:
             self._hide(key)
         return [self._remove(key) for key in list(self._own)]
 
-    def pin(self, key: Key, until: float) -> bool:
-        """Keep a page until a time; False if it isn't there, or too much is pinned."""
-        return key in self._own and self.index.pin(key, until)
+    def pin(self, key: Key) -> bool:
+        """Keep a page until it is unpinned; False if it isn't there, or too much is pinned."""
+        return key in self._own and self.index.pin(key)
 
     def unpin(self, key: Key) -> None:
         """Let a page go when its turn comes."""
@@ -232,12 +232,13 @@ class DiskTier:
     def _find(self, folders: Iterable[Path], is_own: bool) -> None:
         """Take in the files of folders: those of other models first, which go first, then the oldest."""
         found = []
-        for path in (path for folder in folders for path in folder.glob(f"*{SUFFIX}")):
+        for file in (file for folder in folders for file in os.scandir(folder) if file.name.endswith(SUFFIX)):
             with contextlib.suppress(FileNotFoundError):  # deleted by its writer meanwhile
-                status = path.stat()
-                name = self._name_of(path, status.st_size)
-                found.append((name is not None, status.st_mtime_ns, path.name, path, name, status.st_size))
-        for is_usable, _, _, path, name, size in sorted(found):
+                status = file.stat()
+                name = self._name_of(file.name, status.st_size)
+                found.append((name is not None, status.st_mtime_ns, file.path, name, status.st_size))
+        for is_usable, _, place, name, size in sorted(found):
+            path = Path(place)
             self.num_unusable += not is_usable
             if not is_own:
                 if name is not None:
@@ -251,13 +252,13 @@ class DiskTier:
                 elif name is not None:
                     self.commit(DiskPage(name, path, size, True))
                 else:
-                    file = path.name.encode()
-                    self._own[file] = DiskPage(PageName(b""), path, size, True)
-                    self.index.add(file, size)
+                    other = path.name.encode()
+                    self._own[other] = DiskPage(PageName(b""), path, size, True)
+                    self.index.add(other, size)
 
-    def _name_of(self, path: Path, size: int) -> PageName | None:
+    def _name_of(self, file: str, size: int) -> PageName | None:
         """Return the name of a file's page; None: it is of another model, or not whole."""
-        model, _, rest = path.stem.partition("-")
+        model, _, rest = file.removesuffix(SUFFIX).partition("-")
         try:
             number, parent, key = rest.split("-")
             name = PageName(bytes.fromhex(key), bytes.fromhex(parent), int(number))

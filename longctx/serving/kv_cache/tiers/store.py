@@ -202,8 +202,8 @@ class TieredStore:
             pinned = []
             for key in keys:
                 self._pins[key] = max(until, self._pins.get(key, until))
-                in_host = key in self._host and self._host.index.pin(key, until)
-                on_disk = self._disk is not None and self._disk.pin(key, until)
+                in_host = key in self._host and self._host.index.pin(key)
+                on_disk = self._disk is not None and self._disk.pin(key)
                 pinned.append(in_host or on_disk)
             return pinned.index(False) if False in pinned else len(pinned)
 
@@ -211,11 +211,7 @@ class TieredStore:
         """Let pages go when their turn comes, even if they were pinned."""
         with self._lock:
             for key in keys:
-                self._pins.pop(key, None)
-                if key in self._host:
-                    self._host.index.unpin(key)
-                if self._disk is not None:
-                    self._disk.unpin(key)
+                self._unpin(key)
 
     def with_followers(self, keys: Sequence[Key]) -> list[Key]:
         """Pages and those in host memory and on disk that come after them."""
@@ -348,17 +344,21 @@ class TieredStore:
         if now < self._next_expiry:
             return
         for key in [key for key, until in self._pins.items() if until <= now]:
-            del self._pins[key]
+            self._unpin(key)
         self._next_expiry = min(self._pins.values(), default=math.inf)
-        self._host.index.expire(now)
+
+    def _unpin(self, key: Key) -> None:
+        self._pins.pop(key, None)
+        if key in self._host:
+            self._host.index.unpin(key)
         if self._disk is not None:
-            self._disk.index.expire(now)
+            self._disk.unpin(key)
 
     def _admit(self, page: HostPage, checksum: int) -> bool:
         """Let a complete page be found in host memory; False if another one with its key can be found already."""
         is_new = self._host.commit(page, checksum)
-        if is_new and (until := self._pins.get(page.name.key)) is not None:
-            self._host.index.pin(page.name.key, until)
+        if is_new and page.name.key in self._pins:
+            self._host.index.pin(page.name.key)
         return is_new
 
     def _keep(self, page: HostPage, checksum: int) -> bool:
@@ -385,8 +385,8 @@ class TieredStore:
         with self._lock:
             if is_wanted := page in writer:
                 disk.commit(file)
-                if (until := self._pins.get(key)) is not None:
-                    disk.pin(key, until)
+                if key in self._pins:
+                    disk.pin(key)
                 self._stats.disk.stored += 1
                 self._stats.disk.bytes_written += file.size
         if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart

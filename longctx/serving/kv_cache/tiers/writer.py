@@ -10,8 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from longctx.serving.kv_cache.arrivals import assemble
-from longctx.serving.kv_cache.connector import PageRead, PageStore
+from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum, PageName
