@@ -122,7 +122,7 @@ def test_files_of_others_are_never_used(tmp_path: Path, other: dict[str, object]
     store.close()
 
 
-@pytest.mark.parametrize("name", ["some.page", "0-1-2.page", "a-b-c-d.page", "é.page"])
+@pytest.mark.parametrize("name", ["000000000001.pages", "0-1-2.page", "a-b-c-d.page", "é"])
 def test_files_that_are_none_of_pages(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path)[0].parent
     (folder / name).write_bytes(os.urandom(FILE))

@@ -45,7 +45,7 @@ class DiskTier:
     """Files of pages below a folder.
 
     Attributes:
-      num_unusable: files found at start that are of another model, or not whole.
+      num_unusable: files found at start that are of another model or version, or not whole.
       listener: is told of what can be found, if there is one.
     """
 
@@ -213,8 +213,8 @@ class DiskTier:
             self._folder = hidden.rename(root / f"{_FOLDER}{name}")
         (self._folder / "probe.tmp").write_bytes(b"")
         for folder in free:
-            for path in folder.glob(f"*{SUFFIX}"):
-                path.rename(self._folder / path.name)
+            for file in _files(folder):
+                os.rename(file.path, self._folder / file.name)
         for folder in (self._folder, *free):
             self.delete(folder.glob("*.tmp"))  # of a writer that was killed
         return shared
@@ -232,7 +232,7 @@ class DiskTier:
     def _find(self, folders: Iterable[Path], is_own: bool) -> None:
         """Take in the files of folders: those of other models first, which go first, then the oldest."""
         found = []
-        for file in (file for folder in folders for file in os.scandir(folder) if file.name.endswith(SUFFIX)):
+        for file in (file for folder in folders for file in _files(folder)):
             with contextlib.suppress(FileNotFoundError):  # deleted by its writer meanwhile
                 status = file.stat()
                 name = self._name_of(file.name, status.st_size)
@@ -257,7 +257,7 @@ class DiskTier:
                     self.index.add(other, size)
 
     def _name_of(self, file: str, size: int) -> PageName | None:
-        """Return the name of a file's page; None: it is of another model, or not whole."""
+        """Return the name of a file's page; None: it is of another model or version, or not whole."""
         model, _, rest = file.removesuffix(SUFFIX).partition("-")
         try:
             number, parent, key = rest.split("-")
@@ -288,6 +288,12 @@ class DiskTier:
     def _tell_removed(self, key: Key) -> None:
         if self.listener is not None and key not in self:
             self.listener.removed("disk", key)
+
+
+def _files(folder: Path) -> list[os.DirEntry[str]]:
+    """List what a writer's folder has: pages, and what else there may be, such as files of older versions."""
+    with os.scandir(folder) as found:
+        return [file for file in found if file.name != "lock" and not file.name.endswith(".tmp")]
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
