@@ -32,7 +32,7 @@ from longctx.serving.kv_cache.connector import PageBlock, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.runner import layered_step as layered
 from longctx.serving.runner.layered_step import Programs, layered_step
-from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.runner.page_programs import write_rows
 from longctx.serving.runner.paged_cache import PagedCache
 
@@ -58,7 +58,7 @@ class Case:
         model, params = load_checkpoint(path, dtype="float32")
         engine = make_engine(model, params, tokens)
         runner: Any = engine.executor.runner  # type: ignore[attr-defined]
-        assert isinstance(runner, MeshModelRunner)
+        assert isinstance(runner, ModelRunner)
         self.runner = runner
         document = np.random.default_rng(0).integers(0, 255, tokens).tolist()
         engine.generate([document], SAMPLING)

@@ -62,10 +62,10 @@ def test_random_workloads_on_all_three_axes(
 def test_with_chunks_prefix_hits_and_preemption_tokens_are_near() -> None:
     """A scale is of one token's row, so a key does not depend on the chunk that it is computed in."""
     oracle, shapes = oracle_of(1, 1, FP8), {"admission": "optimistic", "kv_dtype": FP8}
-    for budget, num_pages in ((8, 24), (32, 11)):
+    for budget, num_pages, events in ((8, 24, 30), (32, 11, 60)):
         engine = make_engine(None, oracle, token_budget=budget, buckets=(budget,), num_pages=num_pages, **shapes)
         assert engine.executor.runner.state.cache.is_fp8  # type: ignore[attr-defined]
-        Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(40)
+        Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(events)
         assert num_pages > 11 or engine.stats().preemptions
 
 

@@ -29,7 +29,8 @@ from longctx.serving.kv_cache.connector import (
     PageSource,
     PageStore,
 )
-from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
+from longctx.serving.runner.page_transfer import DevicePageRead
 from longctx.serving.scheduler.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class PageMover:
         self.sink, self.sources = sink, {} if sources is None else sources
         self.runner, self._clock, self._deadline = runner, clock, deadline
         self._step_bytes, self._max_placed, self._max_read = step_bytes, placed_bytes, read_bytes
-        self._reads: weakref.WeakSet[DeviceRead] = weakref.WeakSet()
+        self._reads: weakref.WeakSet[DevicePageRead] = weakref.WeakSet()
         self._loads: dict[str, _Load] = {}
         self._lock = threading.Lock()  # of `_loads` and `_retired`, and of `placed` and `placed_bytes`
         self._retired: list[_Load] = []
