@@ -38,7 +38,7 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     # Processes share cores here, so compiling all shapes would take minutes: "cold" compiles those that come up.
     if options.get("cold"):
         engine.executor.compile = engine.executor.warm_up = lambda *_: None  # type: ignore[method-assign]
-    Workload(engine, options["seed"], oracle.expected_tokens).run(options["events"])
+    Workload(engine, options["seed"], oracle.expected_tokens, prime=oracle.prime).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
@@ -119,7 +119,7 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
     if "events" in options:
         from workload import Workload
 
-        workload = Workload(engine, 0, oracle.expected_tokens)
+        workload = Workload(engine, 0, oracle.expected_tokens, prime=oracle.prime)
         workload.act(options["events"])
         while engine.has_work:  # without `finish`, which would empty the cache in this process only
             workload.step()

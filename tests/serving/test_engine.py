@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_oracle import MODEL, PARAMS, VOCAB, agrees, expected_tokens, make_engine
+from dense_oracle import MODEL, ORACLE, PARAMS, VOCAB, agrees, expected_tokens, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.hf_reference import Case, greedy
@@ -94,7 +94,7 @@ def test_random_workloads_give_the_oracles_tokens(
     engine = make_engine(
         run_ahead=run_ahead, admission=admission, prefix_cache=prefix_cache, policy=policy, chunking=chunking
     )
-    Workload(engine, seed, oracle=expected_tokens).run(50)
+    Workload(engine, seed, expected_tokens, prime=ORACLE.prime).run(50)
 
 
 def test_nothing_compiles_after_warm_up() -> None:
@@ -110,7 +110,7 @@ def test_nothing_compiles_after_warm_up() -> None:
             expected_tokens(prompt, params)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        Workload(engine, 5, oracle=expected_tokens).run(60)
+        Workload(engine, 5, expected_tokens, prime=ORACLE.prime).run(60)
         engine.generate(PROMPTS, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2))
         assert not +compiled
         jax.jit(lambda x: x + 1)(np.ones(3))  # the listener is notified of a compilation

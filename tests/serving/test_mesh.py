@@ -4,8 +4,16 @@ import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_workload import ALL, STRATEGIES, UNEVEN, ChunkRecorder, check_tokens, make_mesh_engine, oracle_of
-from workload import Workload
+from mesh_workload import (
+    ALL,
+    STRATEGIES,
+    UNEVEN,
+    ChunkRecorder,
+    check_tokens,
+    make_mesh_engine,
+    oracle_of,
+    run_workload,
+)
 
 from longctx.serving import ParallelPlan, Request, SamplingParams
 
@@ -43,7 +51,7 @@ def test_random_workloads_on_all_three_axes(
 ) -> None:
     plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
-    Workload(engine, seed, oracle_of(2, 2).expected_tokens).run(30)
+    run_workload(engine, seed, 30)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,6 @@ def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) 
     engine = make_mesh_engine(plan)
     engine.warm_up()
     with jax.log_compiles():
-        Workload(engine, 1, oracle_of(1, 1).expected_tokens).run(40)
+        run_workload(engine, 1, 40)
     compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
     assert not [x for x in compiled if any(name in x for name in ("step", "set_entries", "clear_slot"))]

@@ -17,13 +17,22 @@ Follows = Callable[[list[int], list[int], SamplingParams, int], list[bool]]
 
 
 class Workload:
-    """Random requests, cancels and steps on one engine; every event is checked as it comes."""
+    """Random requests, cancels and steps on one engine; every event is checked as it comes.
+
+    Args:
+      prime: is told, before the oracle is asked, what tokens probably are right, and how many of them the prompt has.
+    """
 
     def __init__(
-        self, engine: Engine, seed: int, oracle: Oracle = expected_tokens, follows: Follows | None = None
+        self,
+        engine: Engine,
+        seed: int,
+        oracle: Oracle = expected_tokens,
+        follows: Follows | None = None,
+        prime: Callable[[list[int], int], object] = lambda tokens, first: None,
     ) -> None:
         self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
-        self.follows, self.drawn = follows, list[bool]()
+        self.prime, self.follows, self.drawn = prime, follows, list[bool]()
         self.open: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: Counter[tuple[str, int]] = Counter()
@@ -120,6 +129,7 @@ class Workload:
     def expected(self, request: Request, completion: int, tokens: list[int]) -> list[int]:
         """What a request's tokens should be; with `follows`, which has checked them, how far they should go."""
         if self.follows is None:
+            self.prime([*request.prompt, *tokens], len(request.prompt))
             return self.oracle(list(request.prompt), request.sampling, completion, EOS)
         ends = [at for at, token in enumerate(tokens, 1) if token == EOS and not request.sampling.ignore_eos]
         length = min([*ends, request.sampling.max_tokens])
