@@ -145,7 +145,7 @@ class Workload:
         assert all(pool.is_held_alone(page) == (count == 1) for page, count in held.items())
         assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]
         free = scheduler.running.slots
-        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.resting]
+        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.draining]
         assert sorted(slots) == list(range(self.engine.config.max_running))
         assert pool.num_available + pool.num_reserved + len(held) == pool.num_pages
         for sequence in running:
