@@ -17,12 +17,12 @@ from prometheus_client.core import Metric
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
+from longctx.parallel.topology import data_sheet
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import StepMetrics, StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.predictor.roofline import data_sheet
 from longctx.serving.request.output import FinishReason, Metrics, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
@@ -88,7 +88,7 @@ class Peak(NamedTuple):
         sheet = None if mesh is None else data_sheet(mesh.devices.flat[0])
         if mesh is None or sheet is None:
             return None
-        return cls(sheet.peak_flops * mesh.size, sheet.memory_bandwidth * mesh.size)
+        return cls(sheet.flops["bfloat16"] * mesh.size, sheet.memory_bandwidth * mesh.size)
 
 
 class ModelCost:
