@@ -23,7 +23,7 @@ from longctx.serving.engine.verification import TOLERANCE, agree
 from longctx.serving.kv_cache.connector import Loaded, PageStore, assemble
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.recording.reader import RecordedLog
+from longctx.serving.recording.log import RecordedLog
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.request.handoff import Handoff
 from longctx.simulation.incident.replayer import Replayer
