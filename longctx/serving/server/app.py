@@ -25,7 +25,6 @@ from longctx.serving.server.schemas import (
     CompletionBody,
     DetokenizeBody,
     DrainBody,
-    MigrateBody,
     ResumeBody,
     SwapBody,
     TokenizeBody,
@@ -36,7 +35,7 @@ from longctx.serving.server.server import Server
 logger = logging.getLogger(__name__)
 
 COMMON_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
-_BODIES: list[type[BaseModel]] = [*COMMON_BODIES, MigrateBody, ResumeBody, DrainBody, SwapBody, CacheBody]
+_BODIES: list[type[BaseModel]] = [*COMMON_BODIES, ResumeBody, DrainBody, SwapBody, CacheBody]
 
 
 def make_app(server: Server) -> FastAPI:

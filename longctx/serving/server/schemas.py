@@ -395,15 +395,6 @@ class AbortBody(Body):
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)]
 
 
-class MigrateBody(Body):
-    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new
-    requests from now on."""
-
-    to: Annotated[str, Field(max_length=2048)]
-    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
-    drain: bool = True
-
-
 class ResumeBody(Body):
     """Request of another server, with what that has computed of it, and the server that reads its prompt."""
 

@@ -86,7 +86,7 @@ def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: st
         assert answer.json()["error"]["code"] == "profiles_are_off"
 
 
-CONTROL = ("/migrate", "/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
+CONTROL = ("/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
 
 
 def test_a_line_feed_at_the_end_of_a_path_opens_nothing(client: httpx.Client) -> None:
