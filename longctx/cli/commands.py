@@ -85,7 +85,6 @@ _SERVE = (
         defaults={"host_bytes": None, "disk_bytes": None},
         parse={"host_bytes": parse_bytes, "disk_bytes": parse_bytes},
     ),
-    Flags(EngineConfig, _TIERS, ("verify_share",)),
     Flags(ServeFlags, _TIERS, ("kv_secret_file",)),
     Flags(TransferFlags, "prefill and decode apart (docs/kv_transfer.md); needs --kv-secret-file"),
     Flags(ClusterFlags, "many engines behind one address (docs/cluster.md)"),

@@ -66,7 +66,6 @@ VALID_REQUEST = {
     "tpot_target": st.one_of(st.none(), st.floats(1e-3, 10)),
     "priority": st.integers(0, 3),
     "lease": st.one_of(st.none(), st.sampled_from(["a", "b"])),
-    "shares_pages": st.booleans(),
 }
 
 

@@ -192,14 +192,6 @@ class ActiveRequests(dict[str, ActiveRequest]):
         self.enter(request)
         return request
 
-    def begin_own(self, request: Request) -> ActiveRequest:
-        """Let a request of the engine's own enter."""
-        prepared = self._input_processor.prepare(request)
-        own = ActiveRequest(prepared, self._clock(), lambda _, event: None, has_begun=True)
-        self.claim([own])
-        self.enter(own)
-        return own
-
     def leave(self, request: ActiveRequest, lease: str | None = None) -> None:
         """End what has not ended of a request; with `lease`, for another engine."""
         self.enter(request)

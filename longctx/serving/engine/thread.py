@@ -245,7 +245,6 @@ class EngineThread:
                 self._wake.wait(_EXPIRY_SECONDS if self.engine.core.leases else None)
                 self._wake.clear()
                 self.engine.pages.expire()
-            self.engine.pages.stop_verifying()
             while self.engine.has_work:
                 for request_id in tuple(self.engine.requests):
                     self.engine.cancel(request_id)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Cancel, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
@@ -27,7 +27,6 @@ from longctx.serving.recording.records import (
     Closed,
     Ended,
     Failed,
-    Forgotten,
     LoadEnded,
     Record,
     Released,
@@ -182,8 +181,6 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
                 self._write(Cancelled(update.request_id, update.now, self._take_left(), update.lease))
             case Release():
                 self._write(Released(update.lease_id))
-            case Forget():
-                self._write(Forgotten(b"".join(update.keys)))
             case Loaded():
                 self._write(LoadEnded(*update))
 
@@ -267,7 +264,6 @@ def _arrived(arrival: Arrival, sequences: List[Sequence]) -> Arrived:
         partial_page=first.partial_page,
         available=first.available,
         lease=request.lease,
-        shares_pages=request.shares_pages,
     )
 
 

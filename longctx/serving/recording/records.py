@@ -41,7 +41,6 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
     partial_page: PartialPage | None
     available: int  # leading tokens that could be loaded
     lease: str | None
-    shares_pages: bool
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -106,13 +105,7 @@ class Released(msgspec.Struct, array_like=True, frozen=True, tag=8):
     lease_id: str
 
 
-class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=9):
-    """Pages are found no more, as they were wrong; `keys` joined."""
-
-    keys: bytes
-
-
-Record = Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released | Forgotten
+Record = Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

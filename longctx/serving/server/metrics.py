@@ -260,13 +260,8 @@ class ServerMetrics(RenderedMetrics):
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, leases = self._engine.pages, self._labels, self._engine.core.leases
         yield self._load_seconds.family(_PREFIX + "kv_load_seconds", labels)
-        verified, moved = pages.verifier.stats, pages.moved
-        found = [
-            ("kv_verified", "Loaded pages that were computed again and compared.", verified.verified),
-            ("kv_mismatch", "Those of them that differed, though their checksums were right.", verified.mismatches),
-        ]
-        if moved is not None:
-            found += [
+        if (moved := pages.moved) is not None:
+            for name, help, count in (
                 ("kv_loads", "Loads that ended.", moved.loads),
                 ("kv_short_loads", "Loads that came short.", moved.short_loads),
                 ("kv_failed_loads", "Loads that raised an error.", moved.failed_loads),
@@ -276,9 +271,8 @@ class ServerMetrics(RenderedMetrics):
                 ("kv_stored_pages", "Pages read from the devices, to be kept.", moved.stored_pages),
                 ("kv_stored_bytes", "Bytes of these.", moved.stored_bytes),
                 ("kv_dropped_pages", "Pages not read from the devices: there was no room.", moved.dropped_stores),
-            ]
-        for name, help, count in found:
-            yield counter(_PREFIX + name, help, labels, count)
+            ):
+                yield counter(_PREFIX + name, help, labels, count)
         help = "Pages that were expected of loads, did not come, and were computed instead."
         yield counter(_PREFIX + "kv_recomputed_pages", help, labels, pages.recomputed, "source")
         yield gauge(_PREFIX + "kv_leases", "Leases of pages that other engines may fetch.", labels, len(leases))

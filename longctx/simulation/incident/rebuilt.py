@@ -31,7 +31,6 @@ from longctx.serving.recording.records import (
     Cancelled,
     Cleared,
     Ended,
-    Forgotten,
     LoadEnded,
     Record,
     Released,
@@ -223,8 +222,6 @@ class Rebuilt:
                 self.core.leases.release(record.lease_id)
             case LoadEnded():
                 self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
-            case Forgotten():
-                self.core.forget(split_keys(record.keys))
             case Cleared():
                 self.core.pool.clear()
         return []
@@ -275,7 +272,6 @@ class Rebuilt:
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
             lease=arrived.lease,
-            shares_pages=arrived.shares_pages,
         )
         contents, first, keys = self.contents, self._num_sequences, split_keys(arrived.keys)
         page = arrived.partial_page

@@ -206,11 +206,6 @@ class DiskTier:
                     self.index.use(piece.file.path)
                 self.index.release(piece.file.path)
 
-    @property
-    def parents(self) -> dict[Key, Key]:
-        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
-        return {key: self._pieces[key][-1].record.parent for key in self._complete}
-
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages that can be found, and of changes from now on."""
         self.listener = listener

@@ -170,11 +170,6 @@ class HostTier:
             if not page.holds:
                 self.memory.free(page.slot)
 
-    @property
-    def parents(self) -> dict[Key, Key]:
-        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
-        return {key: page.name.parent for key, page in self._pages.items()}
-
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages that can be found, and of changes from now on."""
         self.listener = listener

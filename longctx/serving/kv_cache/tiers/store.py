@@ -13,7 +13,6 @@ import numpy as np
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
@@ -220,12 +219,6 @@ class TieredStore:
                     self._host.index.unpin(key)
             if self._disk is not None:
                 self._disk.unpin(keys, self._pins)
-
-    def with_followers(self, keys: Sequence[Key]) -> list[Key]:
-        """Pages and those in host memory and on disk that come after them."""
-        with self._lock:
-            parents = self._host.parents | ({} if self._disk is None else self._disk.parents)
-        return with_followers(keys, parents)
 
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart. Other pages of its file go with it from the disk."""
