@@ -57,7 +57,7 @@ class Case:
     def __init__(self, path: Path, tokens: int) -> None:
         model, params = load_checkpoint(path, dtype="float32")
         engine = make_engine(model, params, tokens)
-        runner: Any = engine._executor.runner  # type: ignore[attr-defined]
+        runner: Any = engine.executor.runner  # type: ignore[attr-defined]
         assert isinstance(runner, MeshModelRunner)
         self.runner = runner
         document = np.random.default_rng(0).integers(0, 255, tokens).tolist()

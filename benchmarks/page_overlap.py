@@ -103,7 +103,7 @@ class Run(NamedTuple):
 
 def watch_writes(engine: Engine) -> list[Span]:
     """Note from now on when loaded pages are written over those of the devices."""
-    runner: Any = engine._executor.runner  # type: ignore[attr-defined]
+    runner: Any = engine.executor.runner  # type: ignore[attr-defined]
     place, write, spans = runner.place_block, runner.write_placed, list[Span]()
     blocks: dict[int, PageBlock] = {}
 

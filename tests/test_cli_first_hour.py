@@ -259,5 +259,5 @@ def test_parameters_and_pages_are_estimated_exactly() -> None:
             copies / 2
         )
     found = memory.estimate(model, config, engine.mesh, np.float32, *sizes)
-    cache = engine._executor.runner.state.cache  # type: ignore[attr-defined]
+    cache = engine.executor.runner.state.cache  # type: ignore[attr-defined]
     assert found.pages == cache.k.nbytes + cache.v.nbytes

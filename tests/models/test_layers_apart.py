@@ -154,7 +154,7 @@ def test_an_engine_runs_layers_that_are_given_apart(plan: ParallelPlan, modules:
     (model, stacked), (_, apart) = make(modules), make(modules, apart=True)
     config = EngineConfig(num_pages=24, page_size=8, max_length=64, token_budget=32, buckets=(32,), max_running=2)
     engine = Engine(model, apart, config, plan=plan)
-    assert isinstance(engine._executor.runner.params["layers"], LayerRuns)  # type: ignore[attr-defined]
+    assert isinstance(engine.executor.runner.params["layers"], LayerRuns)  # type: ignore[attr-defined]
     outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True))
     for prompt, tokens in zip(PROMPTS, (output.token_ids for output in outputs), strict=True):
         logits = np.asarray(model(stacked, np.array(prompt + tokens)))[len(prompt) - 1 : -1]

@@ -47,13 +47,13 @@ class ChunkRecorder:
 
     def __init__(self, engine: Engine) -> None:
         self.chunks: list[Chunk] = []
-        submit = engine._executor.submit
+        submit = engine.executor.submit
 
         def record(batch: Batch) -> Any:
             self.chunks += batch.chunks
             return submit(batch)
 
-        engine._executor.submit = record  # type: ignore[method-assign]
+        engine.executor.submit = record  # type: ignore[method-assign]
 
     def grew(self, decodes: bool) -> bool:
         """Whether a sequence grew onto one more rank during its prefill, or during its decodes."""

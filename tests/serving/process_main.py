@@ -146,7 +146,7 @@ def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Raise an error in one process, or let it stand still."""
     engine, _ = make_engine(group, options)
     if group.process_id == options["who"]:
-        wait, count = engine._executor.wait, iter(range(1000))
+        wait, count = engine.executor.wait, iter(range(1000))
 
         def fail(pending: Any) -> Any:
             if next(count) == 5:
@@ -155,7 +155,7 @@ def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
                 raise RuntimeError("the roof is on fire")
             return wait(pending)
 
-        engine._executor.wait = fail  # type: ignore[method-assign]
+        engine.executor.wait = fail  # type: ignore[method-assign]
     if not group.is_first:
         engine.follow()
         return

@@ -183,8 +183,8 @@ def test_engines_compile_first_and_take_what_is_left(
     assert use.pages == engine.num_pages * use.page
     with count_compilations() as compiled:
         engine.compile()
-    runner = engine._executor.runner  # type: ignore[attr-defined]
-    programs = len([*engine._executor.shapes]) * runner.num_programs  # type: ignore[attr-defined]
+    runner = engine.executor.runner  # type: ignore[attr-defined]
+    programs = len([*engine.executor.shapes]) * runner.num_programs  # type: ignore[attr-defined]
     assert 0 < len(compiled) < programs  # not those of the largest shapes
     for found in jax.tree.leaves(runner.state.cache):
         assert found.shape[0] % engine.num_pages == 0
@@ -198,7 +198,7 @@ def test_engines_compile_first_and_take_what_is_left(
 
 def test_abstract_state_is_that_of_the_arrays() -> None:
     engine = make_engine(plan=ParallelPlan(2, 2, 1))
-    runner = engine._executor.runner  # type: ignore[attr-defined]
+    runner = engine.executor.runner  # type: ignore[attr-defined]
     there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), runner.state)
     assert there == runner.abstract_state(engine.num_pages)
 
@@ -212,7 +212,7 @@ def test_engines_without_room_say_what_to_change(monkeypatch: pytest.MonkeyPatch
 def test_engines_on_cpus_keep_no_account() -> None:
     engine = make_engine()
     assert engine.memory is None
-    assert isinstance(engine._executor, DeviceExecutor)
+    assert isinstance(engine.executor, DeviceExecutor)
     assert isinstance(engine, Engine)
 
 
@@ -220,7 +220,7 @@ def test_engines_on_cpus_keep_no_account() -> None:
 def test_no_step_takes_more_than_the_largest_shapes() -> None:
     """As XLA says of the programs of all shapes."""
     engine = make_engine(plan=ParallelPlan(1, 2, 1, exchange="pass_kv"))
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     largest, rest = executor.shapes.largest_shapes(), []
     needed = ProgramMemory.of(program for shape in largest for program in executor.runner.compile(shape))
     rest = [shape for shape in executor.shapes if shape not in largest]

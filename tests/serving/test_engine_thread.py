@@ -51,7 +51,7 @@ def submit(thread: EngineThread, prompt: list[int], params: SamplingParams = GRE
 
 def hold(engine: Engine) -> threading.Event:
     """Let the engine's steps wait until the event is set."""
-    go, executor = threading.Event(), engine._executor
+    go, executor = threading.Event(), engine.executor
     wait = executor.wait
     executor.wait = lambda pending: (go.wait(10), wait(pending))[1]  # type: ignore[method-assign]
     return go
@@ -183,7 +183,7 @@ def test_a_failure_reaches_everybody(when: str) -> None:
         sinks = [submit(thread, [i, 2], ENDLESS)[1] for i in range(3)]
         if when == "running":
             time.sleep(0.05)
-        engine._executor.wait = engine._executor.submit = broken  # type: ignore[method-assign]
+        engine.executor.wait = engine.executor.submit = broken  # type: ignore[method-assign]
         go.set()
         for sink in sinks:
             output = sink.output()
@@ -425,7 +425,7 @@ def test_every_request_ends_once(seed: int, limit: int, fails: bool) -> None:
             if rng.random() < 0.3:
                 thread.cancel(request_id)
             if fails and number == 0 and i == 7:
-                engine._executor.wait = broken  # type: ignore[method-assign]
+                engine.executor.wait = broken  # type: ignore[method-assign]
 
     with controlled(max_waiting=limit)(engine) as thread:
         threads = [threading.Thread(target=client, args=(i,)) for i in range(6)]

@@ -208,13 +208,13 @@ def test_short_requests_go_to_the_least_loaded_rank() -> None:
 def record(engine: Engine) -> list[Batch]:
     """Record the batches that an engine submits from now on."""
     batches: list[Batch] = []
-    submit = engine._executor.submit
+    submit = engine.executor.submit
 
     def note(batch: Batch) -> object:
         batches.append(batch)
         return submit(batch)
 
-    engine._executor.submit = note  # type: ignore[method-assign]
+    engine.executor.submit = note  # type: ignore[method-assign]
     return batches
 
 

@@ -261,7 +261,7 @@ def test_more_than_can_be_done_of_a_mix() -> None:
 def test_a_slow_reader_is_no_slow_device() -> None:
     requests = [WorkloadRequest(0.0, 600, 50, number=i) for i in range(3)]
     engine = make_engine()
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, VirtualExecutor)
     for request in requests:
         engine.submit(Request(request.tokens(50).tolist(), SamplingParams(max_tokens=50, ignore_eos=True)))

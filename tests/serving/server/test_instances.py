@@ -70,7 +70,7 @@ def computed(*servers: Served) -> list[int]:
 
 def loaded(server: Served) -> int:
     """Pages that a server has fetched."""
-    pages: int = server.server.engine._executor.mover.stats.loaded_pages
+    pages: int = server.server.engine.executor.mover.stats.loaded_pages
     return pages
 
 

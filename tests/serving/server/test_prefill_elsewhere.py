@@ -103,13 +103,13 @@ def test_prompts_that_are_read_here(decoder: Served) -> None:
 
 
 def test_pages_come_while_later_ones_are_computed(readers: list[Served], decoder: Served) -> None:
-    loaded = decoder.server.engine._executor.mover.stats.loaded_bytes
+    loaded = decoder.server.engine.executor.mover.stats.loaded_bytes
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(streamed, decoder, body(long(200, 3500)))
         came_early = False
         while not answer.done() and not came_early:
             reading = any(each.server.engine.stats().running for each in readers)
-            came_early = reading and decoder.server.engine._executor.mover.stats.loaded_bytes > loaded
+            came_early = reading and decoder.server.engine.executor.mover.stats.loaded_bytes > loaded
         tokens = [token for piece in answer.result() for token in piece["token_ids"]]
     assert came_early
     assert tokens == post(readers[0], body(long(200, 3500), cache_salt="anew")).json()["choices"][0]["token_ids"]
@@ -173,7 +173,7 @@ def test_a_link_that_is_cut_costs_time_only(readers: list[Served], decoder: Serv
         link.bytes_per_second = 2e6
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, server, body(long(600, 3000)))
-            loaded = server.server.engine._executor.mover.stats
+            loaded = server.server.engine.executor.mover.stats
             server.wait_until("pages come", lambda: loaded.loaded_bytes, 30)
             link.cut()
             assert answer.result().json()["choices"][0]["token_ids"] == expected
@@ -192,7 +192,7 @@ def test_prompts_whose_pages_are_in_a_tier_are_read_here(readers: list[Served], 
         engine.core.pool.clear()
         assert post(server, sent).json()["choices"][0]["token_ids"] == tokens
         assert dispatcher_of(server).decisions == {"remote": 1, "short": 1}
-        assert engine._executor.mover.stats.loaded_pages == 2 * 43
+        assert engine.executor.mover.stats.loaded_pages == 2 * 43
         nothing_is_left(server, readers[0])
 
 
@@ -235,7 +235,7 @@ def test_tenants_stay_apart_elsewhere_too(decoder: Served) -> None:
         with instance(make_engine(), "decode", keys, **options) as server:
             [found] = dispatcher_of(server).instances
             server.wait_until("the other is found", lambda: found.addresses)
-            loaded = server.server.engine._executor.mover.stats
+            loaded = server.server.engine.executor.mover.stats
             for name, pages in (("ann", 43), ("bob", 86)):
                 headers = {"authorization": f"Bearer a-key-of-{name}"}
                 sent = {"json": body(long(901)), "headers": headers, "timeout": 60}

@@ -170,7 +170,7 @@ def test_the_reading_server_is_killed(tmp_path: Path) -> None:
         decoder.wait_until("it is found", lambda: dispatcher.instances[0].addresses)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, decoder, sent)
-            decoder.wait_until("pages come", lambda: decoder.server.engine._executor.mover.stats.loaded_bytes, 60)
+            decoder.wait_until("pages come", lambda: decoder.server.engine.executor.mover.stats.loaded_bytes, 60)
             reader.process.send_signal(signal.SIGKILL)
             tokens = answer.result().json()["choices"][0]["token_ids"]
         assert dispatcher.decisions == {"remote": 1}
