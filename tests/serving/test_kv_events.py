@@ -101,13 +101,16 @@ def test_an_index_made_of_events_is_the_engines_own(
         def check_scheduler(self) -> None:
             super().check_scheduler()
             events.flush()
-            found = {block_hash(key): key for key in pool._page_of if key not in partial}
+            found = {block_hash(key): key for key in pool.keys if key not in partial}
             assert set(index.pages) == set(found)
             for page, (parent, tokens, salt) in index.pages.items():
                 before = [found.get(parent)] if parent is not None else [roots[tenant, salt] for tenant in ("0", "1")]
-                hashes = [
-                    page_hash._hash(key, np.array(tokens, np.int32).tobytes()) for key in before if key is not None
-                ]
+                hashes: list[bytes] = []
+                for key in before:
+                    if key is not None:
+                        own: list[bytes] = []
+                        page_hash.extend(own, np.array(tokens, np.int32), key)
+                        hashes += own
                 # The page before may have been evicted and its rank's neighbours not.
                 assert found[page] in hashes or before == [None]
 
@@ -297,7 +300,7 @@ def test_a_follower_with_gaps_recovers_by_the_replay(client: Client) -> None:
             index.take(payload)
     assert lost > 5
     assert "BlockRemoved" in index.names
-    assert set(index.pages) == set(map(block_hash, engine.core.pool._page_of))
+    assert set(index.pages) == set(map(block_hash, engine.core.pool.keys))
     publisher.close()
 
 

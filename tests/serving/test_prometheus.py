@@ -213,12 +213,11 @@ def test_cancels_refusals_and_pages_are_counted() -> None:
     assert got.get_one("longctx:requests_refused_total", reason="tokens") == 0
 
 
-def test_renderings_are_kept_for_a_quarter_of_a_second() -> None:
+def test_renderings_are_kept_for_a_while() -> None:
     metrics = ServerMetrics("vllm", EngineThread(make_engine()), "m")
-    first = metrics.render()
-    assert all(metrics.render() is first for _ in range(1000))
-    time.sleep(0.26)
-    assert metrics.render() is not first
+    first = metrics.render(max_age=60)
+    assert metrics.render(max_age=60) is first
+    assert metrics.render(max_age=0) is not first
 
 
 def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
@@ -237,7 +236,7 @@ def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
     for scraper in scrapers:
         scraper.start()
     with thread:
-        outputs = run(thread, [Request([i % VOCAB, 2], SamplingParams(max_tokens=40)) for i in range(40)])
+        outputs = run(thread, [Request([i % VOCAB, 2], SamplingParams(max_tokens=40)) for i in range(12)])
     stop.set()
     for scraper in scrapers:
         scraper.join()

@@ -100,7 +100,6 @@ def test_every_request_of_every_tenant_is_answered(
     for i, output in outputs.items():
         if output.finish_reason != "cancelled":
             assert output.token_ids == expected_tokens([int(i), 2, 3, 4, 5], params, eos=EOS)
-    assert engine.scheduler.chunker.tenants._active == {}
     assert engine.stats().pages_held == 0
 
 

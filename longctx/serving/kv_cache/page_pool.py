@@ -9,7 +9,7 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -120,6 +120,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages that can be found by a key, held or idle."""
         return len(self._page_of)
+
+    @property
+    def keys(self) -> Collection[Key]:
+        """Keys of the pages that can be found."""
+        return self._page_of.keys()
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Promise pages of each rank; `allocate(reserved=True)` and `unreserve` take the promise back."""

@@ -110,7 +110,7 @@ def streamed(server: Served, sent: dict[str, Any]) -> list[dict[str, Any]]:
 def release_leases(server: Served) -> None:
     """Give up all leases that nobody has asked for, as time would."""
     pages = server.server.engine.pages
-    for lease in [*server.server.engine.core.leases._leases]:
+    for lease in server.server.engine.core.leases.over():
         pages.release(lease)
 
 
