@@ -67,7 +67,7 @@ def leave(engine: Engine, requests: list[Request], steps: int) -> dict[str, list
     plan=st.sampled_from([ParallelPlan(stage=2), ParallelPlan(context=2), ParallelPlan(stage=3)]),
     loses=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=8)
+@settings(max_examples=3)
 def test_requests_move_in_and_out(seed: int, processes: int, plan: ParallelPlan, loses: float) -> None:
     random = np.random.default_rng(seed)
     requests = [random_request(random, i, None, 9) for i in range(4)]

@@ -76,7 +76,7 @@ def test_who_rests_saves_nothing_up() -> None:
     assert abs(counts["early"] - counts["late"]) <= 6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     tenants=st.lists(st.sampled_from("abc"), min_size=1, max_size=25),
     cancels=st.sets(st.integers(0, 24)),
