@@ -64,9 +64,9 @@ def explain(log: RecordedLog, request_id: str) -> list[Span]:
 
 def _cause(sequence: Sequence, batch: Batch) -> str:
     own = [chunk for chunk in batch.chunks if chunk.sequence is sequence]
-    if own and not own[0].decodes:
-        return "computes its prompt"
-    if sequence.state in (State.DECODING, State.FINISHED):
+    if own:
+        return "decodes" if own[0].decodes else "computes its prompt"
+    if sequence.state in (State.DECODING, State.FINISHED):  # its last tokens are in flight
         return "decodes"
     prompts = names(chunk.sequence for chunk in batch.chunks if not chunk.decodes)
     others = f"prompts of {prompts} are computed" if prompts else "decodes alone are computed"
