@@ -15,7 +15,6 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.predictor import Predictor, RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import Measurement, relative_errors
-from longctx.serving.predictor.mesh import MeshPredictor
 from longctx.serving.profiler import links, longest_context, measure, profile, random_shapes, subject
 
 
@@ -66,19 +65,8 @@ def _error_summary(predictor: Predictor, measured: list[Measurement]) -> dict[st
     return {"mean": float(errors.mean()), "by_time": by_time, "largest": float(errors.max()), "batches": len(errors)}
 
 
-def table(predictor: RuntimePredictor | MeshPredictor) -> str:
-    """A table of the coefficients, with a line for each program."""
-    if isinstance(predictor, MeshPredictor):
-        return _mesh_table(predictor)
-    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of N tokens, for each key, ns"]
-    for program in predictor.programs:
-        tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
-        lines.append(f"{program.rows:>6}  {1e3 * program.fixed:>9.2f}  {1e6 * program.per_sample:>12.1f}  {tiles}")
-    return "\n".join(lines)
-
-
-def _mesh_table(predictor: MeshPredictor) -> str:
-    """The same of several context ranks, with a line for each kind of steps."""
+def table(predictor: RuntimePredictor) -> str:
+    """A table of the coefficients, with a line for each kind of steps."""
     rows = ", ".join(map(str, predictor.buckets))
     lines = [f"{'rows are':<10}  fixed, ms  sharded, replicated and local rows ({rows}), ms  a key of a tile, ns"]
     for program in predictor.programs:

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
 _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TRANSFERS = {
-    **{"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"},
-    **{"url": "--prefill-from", "peers": "--kv-peer"},
-}
-_NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
+_TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
+_NEED_ROLE = ("kv_advertise", "kv_peer")
 _NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
 
 
@@ -117,10 +114,6 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         raise ValueError("--role contradicts --no-prefix-cache: pages have keys there")
     if options.record:
         raise ValueError("--role contradicts --record: a replay has no other server")
-    if options.prefill_key_file is not None and not options.prefill_from:
-        raise ValueError("--prefill-key-file needs --prefill-from")
-    if options.role == "prefill" and options.prefill_from:
-        raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
     if _is_any(options.kv_host) and options.kv_advertise is None:
         raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: no other host can reach that address")
 
@@ -129,22 +122,13 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
     """Return what makes the transfers of an engine, by the flags; None: requests stay where they are."""
     if options.role is None:
         return None
-    secret, prefill_key = _secret(options), None
-    if options.prefill_key_file is not None:
-        prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()
+    secret = _secret(options)
 
     def make(engine: "Engine") -> "EngineTransfers":
         from longctx.cluster.engine_transfers import EngineTransfers
 
         with naming(_TRANSFERS):
-            return EngineTransfers(
-                _messenger(options, secret, engine),
-                options.kv_peer,
-                options.role,
-                options.prefill_from,
-                prefill_key,
-                options.prefill_inline,
-            )
+            return EngineTransfers(_messenger(options, secret, engine), options.kv_peer, options.role)
 
     return make
 

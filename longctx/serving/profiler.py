@@ -17,17 +17,15 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.engine import Engine
 from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.fit import Measurement, fit, fit_mesh
-from longctx.serving.predictor.mesh import MeshPredictor
-from longctx.serving.predictor.runtime import RuntimePredictor
+from longctx.serving.predictor.fit import Measurement, fit
+from longctx.serving.predictor.measured import RuntimePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.profile_shapes import BatchShape as BatchShape
 from longctx.serving.profile_shapes import buckets_of, make_batch, tiles
 from longctx.serving.profile_shapes import longest_context as longest_context
 from longctx.serving.profile_shapes import random_shapes as random_shapes
 from longctx.serving.profile_shapes import shapes_to_measure as shapes_to_measure
-from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.rank_work import work_by_rank
+from longctx.serving.scheduler.batch import Batch, work_by_rank
 
 
 def subject(model: Llama, params: Params, config: EngineConfig, plan: ParallelPlan | None = None) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def profile(
     max_context: int | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> tuple[RuntimePredictor | MeshPredictor, list[Measurement]]:
+) -> tuple[RuntimePredictor, list[Measurement]]:
     """Measure batches of all sizes, and on several context ranks of all kinds of rows, and fit an engine's predictor.
 
     Args:
@@ -83,8 +81,7 @@ def profile(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     shapes = shapes_to_measure(engine, min(max_context or 16_384, room))
     measured = measure(engine, shapes, repeats, progress)
-    fitted = fit if engine.plan.context == 1 else fit_mesh
-    return fitted(measured, buckets_of(engine), tiles(engine)), measured
+    return fit(measured, buckets_of(engine), tiles(engine)), measured
 
 
 def measure(

@@ -61,10 +61,6 @@ _TIER_GAUGES = {
     "num_bytes": ("bytes", "Bytes that they take."),
     "pinned_bytes": ("pinned_bytes", "Bytes of those that may not go."),
 }
-_PREFILLS = {
-    "decision": "Prompts of ordinary requests, by where they were read: here, for a reason, or by another server.",
-    "answer": "Prompts that other servers were asked to read, by how that ended.",
-}
 
 
 class ServerMetrics(RenderedMetrics):
@@ -79,8 +75,6 @@ class ServerMetrics(RenderedMetrics):
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
-      prefills: prompts by where they were read (`"decision"`), and by how reading them elsewhere ended (`"answer"`);
-        None: no other server reads any.
 
     Raises:
       ValueError: prefix is no name of letters, digits and underscores.
@@ -98,7 +92,6 @@ class ServerMetrics(RenderedMetrics):
         self.refusals = dict.fromkeys(_REFUSALS, 0)
         self.caches: Caches | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
-        self.prefills: Mapping[str, Mapping[str, int]] | None = None
         self._register()
         thread.on_step.append(self.observe_step)
         thread.on_end.append(self.observe_request)
@@ -254,8 +247,6 @@ class ServerMetrics(RenderedMetrics):
         ):
             moved = {direction: getattr(counts, name) for direction, counts in transfers.items()}
             yield counter(f"{_PREFIX}kv_transfer_{name}", help, self._labels, moved, "direction")
-        for label, found in (self.prefills or {}).items():
-            yield counter(f"{_PREFIX}prefill_{label}s", _PREFILLS[label], self._labels, found, label)
 
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, leases = self._engine.pages, self._labels, self._engine.core.leases
