@@ -71,7 +71,7 @@ def run_workload(engine: Engine, seed: int, events: int, layers: int | None = No
     """Run a workload, and check its tokens; those of FP8 pages need only be near the expected ones."""
     plan, kv_dtype = engine.plan, engine.config.kv_dtype
     oracle = oracle_of(layers or plan.stage, plan.tensor, kv_dtype)
-    Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None).run(events)
+    Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None, oracle.prime).run(events)
 
 
 def check_tokens(

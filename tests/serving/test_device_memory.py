@@ -168,15 +168,16 @@ def test_engines_compile_first_and_take_what_is_left(
     plan: ParallelPlan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No program is compiled twice, and the programs that were compiled to find the pages are those of steps."""
-    prompts = [[(7 * j + i) % VOCAB for j in range(40 + i)] for i in range(3)]
-    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    expected = [output.token_ids for output in make_engine(plan=plan).generate(prompts, sampling)]
+    prompts = [[(7 * j + i) % VOCAB for j in range(20 + i)] for i in range(3)]
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    sizes = {"token_budget": 8, "buckets": (4, 8), "max_running": 2, "max_length": 48}
+    expected = [output.token_ids for output in make_engine(plan=plan, **sizes).generate(prompts, sampling)]
     largest = []
     monkeypatch.setattr(
         StepShapes, "largest_shapes", lambda self, of=StepShapes.largest_shapes: largest.extend(of(self)) or of(self)
     )
     gpu_memory(monkeypatch, 3 << 20)
-    engine = make_engine(plan=plan, num_pages=None)
+    engine = make_engine(plan=plan, num_pages=None, **sizes)
     assert engine.num_pages == largest[-1].num_pages
     use = engine.memory
     assert use is not None

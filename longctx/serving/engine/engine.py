@@ -76,6 +76,7 @@ class Engine:
     Attributes:
       model, config: as given.
       core: what decides, see `Core`.
+      executor: runs its batches.
       input_processor: prepares its requests, see `InputProcessor`.
       now: returns seconds of its clock.
       requests: that have not ended, by id.
