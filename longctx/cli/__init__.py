@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "Search the parallel plan of a model on up to N GPUs: what meets a target, and why others don't.",
     "profile": "Measure an engine's steps and fit the runtime predictor that scheduling uses.",
     "quantize": "Quantise a checkpoint's weights to FP8 with a scale for each output row.",
-    "replay": "Replay what an engine recorded: as it was, under other settings, or on the model.",
+    "replay": "Replay what an engine recorded: as it was, or under other settings.",
     "serve": "Serve a model over HTTP, as OpenAI's API; with --cluster many engines behind one address.",
     "simulate": "Serve a workload in virtual time, on devices that need not be there.",
 }

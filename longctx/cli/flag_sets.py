@@ -275,24 +275,14 @@ class ReplayFlags:
     Attributes:
       log: folder that `longctx serve --record DIR` wrote; its last run.
       json: all that is found.
-      until: stop at this step, and print the scheduler's state.
-      explain: why a request waited; REQUEST/N: its completion of this number.
-      accuracy: simulate it with measured and with predicted step times, and compare.
+      explain: what this request waited for, step by step.
       slo: NAME=X[,NAME=X] of ttft_factor, ttft_least, tpot, tpot_factor, step_seconds: default targets.
-      model: compute the tokens again, and compare them: checkpoint directory, .gguf file, or owner/name of the hub.
-      dtype: of the model. None: the recorded engine's.
-      compiles_anew: don't keep compiled programs, as of `longctx bench`.
     """
 
     log: Path
     json: Path | None = None
-    until: Count | None = None
     explain: str | None = None
-    accuracy: bool = False
     slo: str | None = None
-    model: str | None = None
-    dtype: Dtype | None = None
-    compiles_anew: bool = False
 
 
 @flag_set
@@ -309,9 +299,8 @@ class ServeFlags:
       admin_key_file: keys that loads, aborts and profiles need, one a line.
       served_model_name: name by which clients call the model.
       chat_template: jinja2 template of chats. None: the tokenizer's own.
-      record: folder to which all that decisions follow from is written, prompts too, for `longctx replay`.
-      record_private: leave prompts and answers out.
-      record_bytes: bytes of a run, above which its oldest files are deleted.
+      record: folder to which all that decisions follow from is written, for `longctx replay`: no prompt, no answer.
+      record_bytes: bytes of a run, after which nothing more is recorded.
       kv_secret_file: secret of the keys of pages, the same for engines that share them. None: one in --kv-disk, or
         random.
     """
@@ -326,7 +315,6 @@ class ServeFlags:
     served_model_name: tuple[str, ...] = ()
     chat_template: Path | None = None
     record: Path | None = None
-    record_private: bool = False
     record_bytes: int = 2**30
     kv_secret_file: Path | None = None
 

@@ -48,7 +48,6 @@ from longctx.cluster.launcher.supervised import end_with_parent
 from longctx.models import Llama, load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
-from longctx.models.checkpoint_verify import checkpoint_fingerprint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.config import AdmissionLimits
@@ -115,7 +114,7 @@ def _serve(
     plan = parallel_plan(options)
     mesh = make_parameter_mesh(options, plan, group, console)
     config = _with_pages(console, model, config, plan, mesh, dtype)
-    recorder = None if listener is None else _recorder(options, names[0])
+    recorder = None if listener is None else _recorder(options)
     more: dict[str, Any] = {"tokenizer": tokenizer, "process_group": group, "recorder": recorder}
     engine = load_engine(options, options.model, config, mesh, dtype, console, **more)
     if listener is None:
@@ -144,8 +143,6 @@ def _serve(
 def _check_record(options: argparse.Namespace) -> None:
     """Check beforehand that something can be recorded."""
     if options.record is None:
-        if options.record_private:
-            raise ValueError("--record-private needs --record")
         return
     try:
         options.record.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,12 +151,11 @@ def _check_record(options: argparse.Namespace) -> None:
         raise ValueError(f"--record {options.record} can't be written to: {error.strerror}") from None
 
 
-def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
+def _recorder(options: argparse.Namespace) -> Recorder | None:
     if options.record is None:
         return None
     with naming({"max_bytes": "--record-bytes"}):
-        weights = checkpoint_fingerprint(options.model)
-        return open_recorder(options.record, options.record_private, options.record_bytes, model_name, weights)
+        return open_recorder(options.record, options.record_bytes)
 
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:

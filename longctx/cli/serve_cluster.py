@@ -132,7 +132,7 @@ def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Call
         if options.log_prompts:
             raise ValueError("--log-prompts needs --log-format")
         return None
-    stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
+    stack.callback(logs.install(options.log_format, sys.stderr))
     worker = ThreadPoolExecutor(1, "longctx-log")
     stack.callback(worker.shutdown)
     note = logs.RequestLog(options.log_prompts).note

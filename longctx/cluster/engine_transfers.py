@@ -164,12 +164,6 @@ class EngineTransfers:
             where = host if port is None else f"{host} port {port}"
             raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {where}", "host")
 
-    def release(self, handoff: Handoff) -> None:
-        """Give up the leases of a request that has left."""
-        for each in handoff.completions:
-            if each.lease is not None:
-                self._engine.pages.release(each.lease)
-
     @property
     def counts(self) -> dict[str, TransferStats]:
         """See `Transfers`."""

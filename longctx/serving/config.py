@@ -63,8 +63,6 @@ class EngineConfig:
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
-      verify_share: share of loads, from tiers and other engines, whose pages are computed again in idle time and
-        compared.
       kv_dtype: dtype of the cache; float8_e4m3fn holds twice the tokens in as much memory, and is not exact. None: the
         parameters'. `"float8_e4m3fn"`, with a float32 scale for each token and KV head, alone of all settings changes
         answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
@@ -107,7 +105,6 @@ class EngineConfig:
     hash_key: bytes | None = None
     tiers: TierConfig | None = None
     transfers: bool = False
-    verify_share: Share = 0.0
     kv_dtype: str | None = None
 
     def __post_init__(self) -> None:

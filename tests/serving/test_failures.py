@@ -75,14 +75,6 @@ def test_generate_in_another_thread_raises_when_the_engine_fails() -> None:
         engine.generate(PROMPT, FIVE)
 
 
-def test_ids_that_the_engine_makes_differ_from_those_given_with_them() -> None:
-    engine = make_engine()
-    requests = [Request(PROMPT, FIVE), Request(PROMPT[:9], FIVE, request_id="request-0"), Request([1], FIVE)]
-    outputs = engine.generate(requests)
-    assert [x.request_id for x in outputs] == ["request-1", "request-0", "request-2"]
-    assert [x.token_ids for x in outputs] == [expected_tokens(list(x.prompt), FIVE) for x in requests]
-
-
 def test_warm_up_is_refused_while_requests_are_there() -> None:
     engine = make_engine()
     stream = engine.stream(PROMPT, FIVE)

@@ -47,7 +47,7 @@ def random_request(random: np.random.Generator, number: int, lease: str | None, 
 
 
 @given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_requests_move_at_any_time(seed: int, plan: ParallelPlan, other: ParallelPlan, loses: float) -> None:
     random = np.random.default_rng(seed)
     requests = [random_request(random, i, None, 9) for i in range(4)]
@@ -86,7 +86,7 @@ def tokens(outputs: list[Output]) -> list[list[int]]:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_prefill_and_decode_apart(seed: int, plan: ParallelPlan, other: ParallelPlan) -> None:
     random = np.random.default_rng(seed)
     expected: dict[str, list[Output]] = {}
@@ -268,7 +268,7 @@ def pair() -> tuple[LeaseSource, Engine]:
 
 
 @given(fields=_HOSTILE, logprobs=st.sampled_from([None, 0, 2]), n=st.sampled_from([1, 2]))
-@settings(max_examples=150)
+@settings(max_examples=40)
 def test_hostile_handoffs_are_refused_or_answered(
     pair: tuple[LeaseSource, Engine], fields: Any, logprobs: int | None, n: int
 ) -> None:
@@ -300,7 +300,7 @@ def test_hostile_handoffs_are_refused_or_answered(
         ),
     )
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_what_anybody_sends_is_a_handoff_or_a_clear_error(fields: Any) -> None:
     with contextlib.suppress(ValueError):
         handoff = Handoff.from_dict(fields)

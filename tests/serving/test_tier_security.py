@@ -74,18 +74,6 @@ def test_whoever_has_not_the_secret_finds_nothing_on_a_disk(tmp_path: Path) -> N
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_requests_that_share_no_pages_leave_none(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path)
-    request = Request(PROMPT, FIVE, shares_pages=False)
-    for _ in range(2):
-        (output,) = engine.generate(request)
-        settle(engine)
-        assert output.metrics.cached_tokens == 0
-    assert engine.stats().pages_cached == 0
-    assert not list(tmp_path.rglob("*.page"))
-    engine.pages.close()
-
-
 # Modules and calls that make objects, and so run code, of bytes.
 MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PIPES = {"multiprocessing.connection", "multiprocessing.managers"}

@@ -8,6 +8,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import VirtualExecutor
+from longctx.simulation.instance.virtual_executor import DeviceSpeed
 
 STAGES = 4
 MODEL = Llama(LlamaConfig(50, 8, 8, 4, 1, 1, 8, max_positions=10_000))
@@ -93,3 +94,13 @@ def test_tokens_do_not_depend_on_the_stages() -> None:
 def test_stages_must_be_positive() -> None:
     with pytest.raises(ValueError, match="stages must be at least 1, got 0"):
         VirtualExecutor(per_stage, 50, 0)
+
+
+def test_a_slow_moment_meets_whatever_runs_then() -> None:
+    speed = DeviceSpeed([(10.0, 11.0, 1.0), (11.0, 14.0, 1.0), (20.0, 20.5, 1.0)])
+    assert speed.seconds(10.0, 1.0) == pytest.approx(1.0)
+    assert speed.seconds(11.0, 1.0) == pytest.approx(3.0)
+    assert speed.seconds(10.5, 1.0) == pytest.approx(0.5 + 1.5)
+    assert speed.seconds(15.0, 2.0) == pytest.approx(2.0)  # nothing was measured then
+    assert speed.seconds(20.0, 2.0) == pytest.approx(0.5 + 1.0)
+    assert speed.seconds(100.0, 2.0) == pytest.approx(2.0)

@@ -93,7 +93,7 @@ class Faults:
 
 def open_engine(folder: Path, plan: ParallelPlan, host_pages: int = 60) -> Engine:
     tiers = TierConfig(host_pages * PAGE_BYTES * plan.stage, 200 * PAGE_BYTES + 2**16, str(folder))
-    return make_tiered_engine(40, plan=plan, tiers=tiers, verify_share=0.05)
+    return make_tiered_engine(40, plan=plan, tiers=tiers)
 
 
 def store_of(engine: Engine) -> TieredStore:
@@ -138,7 +138,6 @@ def check_nothing_is_left(engine: Engine) -> None:
         time.sleep(0.01)
     store.clear()
     assert store.stats.host.num_bytes == 0
-    assert engine.pages.verifier.stats.mismatches == 0
 
 
 FAULTS = ("flip", "cut", "delete", "full", "memory")

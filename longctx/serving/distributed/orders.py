@@ -57,12 +57,6 @@ class Release(NamedTuple):
     lease_id: str
 
 
-class Forget(NamedTuple):
-    """Pages that are to be found no more: they were wrong."""
-
-    keys: list[bytes]
-
-
 class Pin(NamedTuple):
     """Pages that tiers keep for some seconds; 0: they may go."""
 
@@ -87,7 +81,7 @@ class Located(NamedTuple):
     place: dict[str, Any] | None
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin | Evict | Located
+RequestUpdate = Arrival | Cancel | Loaded | Release | Pin | Evict | Located
 
 
 class StepOrder(NamedTuple):
@@ -186,8 +180,6 @@ def encode_update(update: RequestUpdate) -> tuple[dict[str, Any], list[bytes]]:
             return {"loaded": update}, []
         case Release():
             return {"released": update.lease_id}, []
-        case Forget():
-            return {"forgotten": [key.hex() for key in update.keys]}, []
         case Pin():
             return {"pinned": [key.hex() for key in update.keys], "seconds": update.seconds}, []
         case Evict():
@@ -213,6 +205,4 @@ def decode_update(fields: dict[str, Any], tokens: Iterator[bytes]) -> RequestUpd
             return Located(lease_id, place)
         case {"pinned": keys, "seconds": seconds}:
             return Pin([bytes.fromhex(key) for key in keys], seconds)
-        case {"forgotten": keys}:
-            return Forget([bytes.fromhex(key) for key in keys])
     return Cancel(fields["id"], fields["lease"])

@@ -78,6 +78,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="longctx-watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def port(self) -> int:
+        """Port of the control connection."""
+        return self._control.address.port
+
     # Called from the main thread.
 
     def send(self, peer: Peer, kind: str, value: Any) -> None:

@@ -80,6 +80,7 @@ class Engine:
       input_processor: prepares its requests, see `InputProcessor`.
       now: returns seconds of its clock.
       requests: that have not ended, by id.
+      executor: runs its batches.
       pages: that leave it and arrive, see `PageTransfers`.
       process_group: the processes that run it together.
       takes_handoffs: whether it goes on with what other engines have computed: not if it is recorded.
@@ -150,9 +151,8 @@ class Engine:
         self.requests = ActiveRequests(
             self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
         )
-        update, share = self._lock.update, self.config.verify_share
         self.pages: PageTransfers = PageTransfers(
-            self.core, executor, store, self._note, update, lambda: self.now(), self._lockstep, share, self.requests
+            self.core, executor, store, self._note, self._lock.update, lambda: self.now(), self._lockstep
         )
 
     def generate(
@@ -377,7 +377,7 @@ class Engine:
         if self._lock.error is not None and not self._events:
             self._check_alive()
         self._lock.apply()
-        return bool(self.requests.have_begun or self._events or self.core.has_stores or self.pages.verifier.has_work)
+        return bool(self.requests.have_begun or self._events or self.core.has_stores)
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
@@ -435,7 +435,6 @@ class Engine:
         now = self.now()
         with self._lock.failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
-            self.pages.verifier.poll(not self.requests.have_begun)
             for journal in self._journals:
                 journal.note_step(now)
             step = run_step(self.core, self._queue, now, self._journals)
@@ -462,7 +461,6 @@ class Engine:
                 with Interrupts():
                     self._check_alive()
                     self._lock.apply_locked()
-                    self.pages.verifier.give_way()
                     if self.requests:
                         raise RuntimeError(f"{error} {len(self.requests)} have not ended")
                     while self._queue:

@@ -177,10 +177,6 @@ class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
         """Keep pages until a time of `time.monotonic()`, or, if that is over, let them go when their turn comes."""
         ...
 
-    def with_followers(self, keys: List[Key]) -> list[Key]:
-        """Pages and those after them that it has."""
-        ...
-
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart."""
         ...

@@ -193,15 +193,6 @@ class Chunker:
         for chunks in batches:
             self.note(chunks)
 
-    def state(self) -> tuple[list[int], int]:
-        """Return what it remembers of batches that have been planned."""
-        return list(self._recent), self._grown
-
-    def restore(self, recent: List[int], grown: int) -> None:
-        """Take over a `state`."""
-        self._recent.extend(recent)
-        self._grown = grown
-
     def _step(self, decodes: List[Chunk]) -> StepBudget:
         return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
 

@@ -74,14 +74,6 @@ class TenantShares:
             del self._active[tenant]
             self._forget()
 
-    def state(self) -> tuple[dict[str, float], float]:
-        """Return what is remembered of tenants that have no requests."""
-        return dict(self._served), self._virtual
-
-    def restore(self, served: Mapping[str, float], virtual: float) -> None:
-        """Take over a `state`."""
-        self._served, self._virtual = dict(served), virtual
-
     def _add(self, tenant: str, tokens: int) -> None:
         self._served[tenant] += tokens / self._weights.get(tenant, 1.0)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad, PageStore
 from longctx.serving.kv_cache.page_pool import Key, PageListener, PagePool
 from longctx.serving.kv_cache.placement import Grown, Placement
-from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -51,14 +50,6 @@ class PageStores:
         store = self._of_page.pop(page, None)
         if store is not None and store.key == key and self._incomplete.get(page, 0) <= self.step:
             self._evicted.append(store)
-
-    def forget(self, page: int) -> None:
-        """Don't store what a page has now."""
-        self._of_page.pop(page, None)
-
-    def with_followers(self, keys: Iterable[Key]) -> list[Key]:
-        """Pages and those that can be found which come after them."""
-        return with_followers(keys, {store.key: store.parent for store in self._of_page.values()})
 
     def take(self) -> list[PageStore]:
         """Those that are read before the step that is planned: what the step overwrites is the first of them."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from longctx.serving.engine.thread import Received as Received
-from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import ApiError
@@ -88,14 +87,6 @@ class Transfers(Protocol):
         Raises:
           ApiError: they are not: it is cheaper to compute them elsewhere.
         """
-        ...
-
-    def check_peer(self, host: str) -> None:
-        """Raise ApiError, unless requests may be moved to this host."""
-        ...
-
-    def release(self, handoff: Handoff) -> None:
-        """Release the pages that are kept for a request which has left."""
         ...
 
     @property

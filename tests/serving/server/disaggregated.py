@@ -130,7 +130,7 @@ def tokens_of(events: list[EventLine], index: int = 0) -> list[int]:
 def release_leases(server: Served) -> None:
     """Give up all leases that nobody has asked for, as time would."""
     pages = server.server.engine.pages
-    for lease in [*server.server.engine.core.leases._leases]:
+    for lease in server.server.engine.core.leases.over():
         pages.release(lease)
 
 

@@ -1,5 +1,6 @@
 """Instances of a cluster: they begin and go on with requests of a router, which says who reads and who has what."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,8 @@ from disaggregated import (
     tokens_of,
     transfers_of,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from serve_process import free_port
 from served import Served
 
@@ -27,6 +30,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.kv_events import block_hash
+from longctx.serving.server.relay import split_lines
 from longctx.serving.server.settings import ApiKey
 
 PAGE = 16
@@ -302,3 +306,38 @@ def test_cold_blocks_leave(trio: list[Served]) -> None:
     usage = post(server, body(prompt)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 10 * PAGE
     assert httpx.post(f"{server.url}/kv_swap", json=swap | {"tier": "tape"}).status_code == 400
+
+
+@given(st.lists(st.text(st.sampled_from("ab\u2028\u2029\x85\r\v"), min_size=1)), st.integers(1, 7))
+def test_only_line_feeds_end_lines(lines: list[str], size: int) -> None:
+    sent = "".join(f"{line}\n\n" for line in lines).encode()
+
+    async def parts() -> Any:
+        for i in range(0, len(sent), size):
+            yield sent[i : i + size]
+
+    async def received() -> list[str]:
+        return [line.decode() async for line in split_lines(parts())]
+
+    assert asyncio.run(received()) == lines
+
+
+def resume_body(lease: str | None = None, **more: Any) -> dict[str, Any]:
+    handoff = {"seed": 1, "completions": [{"lease": lease, "length": 0, "tokens": [5]}]}
+    params = {"remote_host": "127.0.0.1", "remote_port": 9, "handoff": handoff}
+    return {"request": {"prompt": [1, 2, 3]}, "kv_transfer_params": params} | more
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        resume_body(request={"prompt": [1, 2, 3], "sampling": {"top_k": 2**31}}),
+        resume_body(request={"prompt": [10**9]}),
+        resume_body(request={"prompt": []}),
+        resume_body(kv_transfer_params={"handoff": {}}),
+        resume_body(lease="0" * 32),  # no fingerprint
+    ],
+)
+def test_bad_requests_are_not_resumed(trio: list[Served], body: dict[str, Any]) -> None:
+    assert httpx.post(f"{trio[0].url}/resume", json=body, timeout=20).status_code in (400, 409)

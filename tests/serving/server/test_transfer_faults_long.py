@@ -1,4 +1,4 @@
-"""Ten minutes of broken links between servers, and servers that are killed: answers stay right, and nothing is left."""
+"""Minutes of broken links between servers, and servers that are killed: answers stay right, and nothing is left."""
 
 import contextlib
 import signal
@@ -35,7 +35,7 @@ from longctx.serving.engine import page_transfers
 
 pytestmark = pytest.mark.slow
 
-MINUTES = 10.0
+MINUTES = 2.0
 OPTIONS = TransferOptions(block_bytes=1 << 16, read_bytes=1 << 18, silence_timeout=1.0)
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.5, "seed": 4, "n": 2}]
 
@@ -137,12 +137,12 @@ def soak(minutes: float, seed: int = 0) -> Counter[str]:
     return counts
 
 
-def test_ten_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_transfers, "LEASE_SECONDS", 5.0)
     counts = soak(MINUTES)
-    assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 10
-    assert counts["transfers complete"] > 50
-    assert counts["transfers lost"] + counts["transfers late"] > 5
+    assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 2
+    assert counts["transfers complete"] > 10
+    assert counts["transfers lost"] + counts["transfers late"] > 1
     assert counts["pages recomputed"] > 0
 
 

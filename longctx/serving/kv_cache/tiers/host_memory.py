@@ -180,11 +180,6 @@ class HostTier:
             if not page.holds:
                 self.memory.free(page.slot)
 
-    @property
-    def names(self) -> dict[Key, PageName]:
-        """Names of all pages that can be found, by key."""
-        return {key: page.name for key, page in self._pages.items()}
-
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages that can be found, and of changes from now on."""
         self.listener = listener

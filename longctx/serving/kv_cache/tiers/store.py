@@ -14,7 +14,6 @@ from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier, PageChecksum
@@ -212,12 +211,6 @@ class TieredStore:
         with self._lock:
             for key in keys:
                 self._unpin(key)
-
-    def with_followers(self, keys: Sequence[Key]) -> list[Key]:
-        """Pages and those in host memory and on disk that come after them."""
-        with self._lock:
-            names = self._host.names | ({} if self._disk is None else self._disk.names)
-        return with_followers(keys, {key: name.parent for key, name in names.items()})
 
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart."""
