@@ -101,8 +101,9 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base `theta` and the scaling of its frequencies, if any. Plain theta scaling for longer contexts is
-    `RopeConfig(theta=larger)`.
+    """The base `theta` and the scaling of its frequencies, if any.
+
+    Plain theta scaling for longer contexts is `RopeConfig(theta=larger)`.
 
     Attributes:
       theta: the base of the frequencies, more than 1.

@@ -19,11 +19,10 @@ _PAGE = 256
 
 
 class StandardPipeline(Instance):
-    """An engine whose stages have chunks of different requests: a prompt's next chunk waits until the one before it has
-    left the last stage.
+    """An engine whose stages have chunks of different requests.
 
-    Stages are filled by other requests, or idle. So prompts are read no faster with more stages, and throughput grows
-    only with several prompts at a time.
+    A prompt's next chunk waits until the one before it has left the last stage. Stages are filled by other requests, or
+    idle. So prompts are read no faster with more stages, and throughput grows only with several prompts at a time.
 
     Args:
       *args, **options: as for `Instance`.

@@ -43,8 +43,9 @@ def test_merges_of_replicated_rows_agree_with_the_choice() -> None:
 
 
 def test_exchanges_of_sharded_rows_agree_with_the_choice() -> None:
-    """Differences between pass-KV and pass-Q are those of `predict_times`, but for the new keys, which the engine's
-    pass-Q gathers, and for attention, whose bytes and products add up here.
+    """Differences between pass-KV and pass-Q are those of `predict_times`, with two exceptions.
+
+    They are the new keys, which the engine's pass-Q gathers, and attention, whose bytes and products add up here.
     """
     predictor, exchange = gtt(), gtt().exchange
     assert exchange is not None
@@ -158,8 +159,9 @@ def test_exchange_costs_are_plain_data() -> None:
 
 
 def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
-    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token: a decode alone could read 1.66M tokens, where a step with a
-    chunk of 128 after as many takes 77 ms.
+    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token.
+
+    A decode alone could read 1.66M tokens, where a step with a chunk of 128 after as many takes 77 ms.
     """
     predictor = roofline(LLAMA_8B, GPUS["H100"], 512, stage=4, tensor=4)
 

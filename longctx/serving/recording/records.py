@@ -131,8 +131,10 @@ LeftChunk = tuple[int, int, int, bool, bool, tuple[int, ...], bool]
 
 
 class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
-    """A batch in flight whose sequences have all ended: its chunks are (slot, start, tokens, samples, decodes, ranks,
-    sharded), its work as in `Work`."""
+    """A batch in flight whose sequences have all ended.
+
+    Its chunks are (slot, start, tokens, samples, decodes, ranks, sharded), its work as in `Work`.
+    """
 
     index: int
     predicted: float

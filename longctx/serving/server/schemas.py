@@ -250,8 +250,10 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0: the prompt's own
-    log probabilities are what is asked for then."""
+    """`prompt`: a text, token ids, or a list of either.
+
+    With `echo`, `max_tokens` may be 0: the prompt's own log probabilities are what is asked for then.
+    """
 
     prompt: Prompt
     max_tokens: int | None = None
@@ -396,8 +398,10 @@ class AbortBody(Body):
 
 
 class MigrateBody(Body):
-    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new
-    requests from now on."""
+    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all.
+
+    `drain`: take no new requests from now on.
+    """
 
     to: Annotated[str, Field(max_length=2048)]
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None

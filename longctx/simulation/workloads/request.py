@@ -239,7 +239,6 @@ def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[Worklo
       >>> [request.prompt_tokens for request in scale_lengths(requests, 0.01)]  # for a small model
       [24, 34, 20]
     """
-
     check_real("factor", factor, 0, MAX_FACTOR)
 
     def scaled(length: int) -> int:
