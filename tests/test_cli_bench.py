@@ -158,6 +158,7 @@ def test_invalid_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_mesh_is_measured_and_its_profile_used(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

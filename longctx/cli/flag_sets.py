@@ -149,16 +149,12 @@ class DemoFlags:
       tokens: length of the document in bytes.
       questions: pass keys to hide.
       seed: of the document.
-      document: ask about this text instead (with --question).
-      question: such as "What is the pass key of lemon?".
       chunk_size: the most tokens of a step.
     """
 
     tokens: int = 32768
     questions: Positive = 8
     seed: Count = 0
-    document: Path | None = None
-    question: str | None = None
     chunk_size: Positive = 512
 
 

@@ -6,38 +6,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from longctx.cli.engine import check_memory, describe_kernels, make_engine, plan_mesh, show_compiling
+from longctx.cli.engine import EngineLoader, show_compiling
 from longctx.cli.files import check_output
-from longctx.cli.settings import engine_config, parallel_plan
-from longctx.cli.terminal import Console
-from longctx.models import load_checkpoint, resolve_model
-from longctx.models.checkpoint import read_model
+from longctx.cli.settings import engine_config
 from longctx.serving.predictor import Predictor, RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import Measurement, relative_errors
 from longctx.serving.predictor.mesh import MeshPredictor
-from longctx.serving.profiler import links, longest_context, measure, profile, random_shapes, subject
+from longctx.serving.profiler import links, longest_context, measure, profile, random_shapes
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(options.quiet)
+    """Measure, write the profile, and print its table and errors."""
     check_output("FILE", options.out)
-    options.model = resolve_model(options.model, options.quiet)
-    model, dtype = read_model(options.model, options.dtype)
     config = engine_config(options)
-    plan = parallel_plan(options)
-    mesh = plan_mesh(plan)
-    check_memory(console, model, config, plan, mesh, dtype)
-    model, params = load_checkpoint(options.model, mesh, dtype)
-    console.note(describe_kernels(model, config, dtype))
-    engine = make_engine(options, model, params, config, mesh)
-    about = subject(model, params, config, plan)
+    loader = EngineLoader(options)
+    console = loader.console
+    loader.check_memory(config)
+    engine = loader.load(config)
     room = longest_context(engine)
     context = min(16_384, room) if options.max_context is None else options.max_context
     if context > room:
         raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")
 
-    if plan.context == 1:
+    if loader.plan.context == 1:
         show_compiling(engine.warm_up, console, engine)  # on several ranks there are more programs than are measured
     with console.progress("measuring", "batch") as progress:
         predictor, measured = profile(engine, context, options.repeats, progress)
@@ -47,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
         "fitted": _error_summary(predictor, measured),
     }
     notes["links"] = links(engine)
-    save_profile(options.out, predictor, about, notes)  # so that it is kept if the evaluation fails
+    save_profile(options.out, predictor, loader.subject, notes)  # so that it is kept if the evaluation fails
     if options.check:
         shapes = random_shapes(engine, context, options.check)
         notes["held_out"] = _error_summary(predictor, measure(engine, shapes, options.repeats))
-    save_profile(options.out, predictor, about, notes)
+    save_profile(options.out, predictor, loader.subject, notes)
     print(table(predictor))
     for name, errors in notes.items():
         if name in ("fitted", "held_out"):

@@ -14,7 +14,7 @@ from longctx.cli.simulated import (
     make_deployment,
     make_requests,
     named_model,
-    swept_values,
+    swept_flags,
     with_values,
 )
 from longctx.cli.terminal import Console
@@ -32,6 +32,7 @@ _SPAN = 20  # times a target's seconds, for which arrivals have to last until a 
 
 
 def run(options: argparse.Namespace) -> int:
+    """Simulate, print tables, and write the files that flags name."""
     if options.cluster is not None:
         from longctx.cli.simulate_cluster import run_cluster
 
@@ -188,7 +189,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
 
 def _sweep(options: argparse.Namespace, console: Console) -> None:
     with prefixing("--sweep "):
-        grid = parse_grid(options.sweep, swept_values())
+        grid = parse_grid(options.sweep, {name: kind for name, (_, kind) in swept_flags().items()})
     grid_points = points(grid)
     rows: list[dict[str, Any]] = [dict(point) for point in grid_points]
     arguments = [with_values(options, point) for point in grid_points]

@@ -15,21 +15,16 @@ from longctx.cli.terminal import Console
 from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.reports import cluster_report, html_report, plots
 
-_HEEDED = {
-    *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
-    *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
-    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out", "quiet", "fields"),
-}
-_DEPLOYED = (
-    *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
-    *("prefix_cache", "roles_change", "bandwidth", "latency", "kv_dtype"),
-)
-_SET = ("overlap", "first_token", "report_seconds", "event_seconds", "call_seconds", "least_retry", "swaps")
+_REFUSED = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
+_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
+_FOR_COMMAND = ("model", "topology", "plan", "changes")  # of [simulation]; all others are fields of a deployment
 
 
 def run_cluster(options: argparse.Namespace) -> None:
@@ -50,12 +45,7 @@ def run_cluster(options: argparse.Namespace) -> None:
         def show(record: ClusterRecord) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        record = deployment.run(
-            requests,
-            options.seed,
-            until,
-            progress=show,
-        )
+        record = deployment.run(requests, options.seed, until, progress=show)
     summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
     printed = cluster_report.cluster_table(summary)
     print(printed)
@@ -75,8 +65,10 @@ def run_cluster(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Check flags alone."""
-    for name, usual in vars(command_parser("simulate").parse_args([])).items():
-        if name not in _HEEDED and getattr(options, name, usual) != usual:
+    usual = command_parser("simulate").parse_args([])
+    refused = [each.name for settings in (EngineConfig, Slo) for each in options.fields[settings].values()]
+    for name in (*refused, *_REFUSED):
+        if getattr(options, name) != getattr(usual, name):
             raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
     check_input("--cluster", options.cluster)
     check_simulation(options)
@@ -90,7 +82,9 @@ def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeploy
     devices = argparse.Namespace(**vars(options) | {"plan": found.get("plan", options.plan)})
     apply_plan(devices)
     with prefixing("[simulation] "):
-        settings = {"report_seconds": file.report_seconds} | {name: found[name] for name in _SET if name in found}
+        sizes = {name: value for name, value in found.items() if name not in _FOR_COMMAND}
+        settings: dict[str, Any] = {"report_seconds": file.report_seconds}
+        settings |= {name: sizes.pop(name) for name in _SETTINGS if name in sizes}
         entries = sorted(file.instances, key=lambda each: ("prefill", "decode", "both").index(each.role))
         changes = tuple(_change(each) for each in found.get("changes", ()))
         names = tuple(each.name for each in entries)
@@ -108,7 +102,7 @@ def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeploy
             settings=ClusterSettings(**settings),
             names=names,
             changes=changes,
-            **{name: found[name] for name in _DEPLOYED if name in found},
+            **sizes,
         )
     if deployment.num_devices > MAX_DEVICES:
         raise ValueError(
