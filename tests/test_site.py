@@ -36,9 +36,9 @@ def test_links_between_pages_lead_to_files() -> None:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             path, _, anchor = link.partition("#")
             target = (page.parent / unquote(path)).resolve() if path else page
-            if "://" in link:
-                continue
-            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            has_headings = target.suffix == ".md" and target.parent.name != "api"  # there names are anchors
+            is_wrong = not target.exists() or (anchor and has_headings and anchor not in anchors(target))
+            if is_wrong and "://" not in link:
                 wrong.append(f"{page.relative_to(ROOT)}: {link}")
     assert wrong == []
 
