@@ -22,8 +22,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.predictor.fit import Measurement, fit, fit_mesh, relative_errors
 from longctx.serving.predictor.mesh import kind_of
 from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.profile_shapes import buckets_of, tiles
-from longctx.serving.profiler import measure, random_shapes, shapes_to_measure
+from longctx.serving.profiler import buckets_of, measure, random_shapes, shapes_to_measure, tiles
 
 PLANS = {
     "1x2x1 kvp": ParallelPlan(context=2, exchange="kvp"),

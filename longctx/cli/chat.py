@@ -16,7 +16,7 @@ import platformdirs
 
 from longctx.cli.conversation import Conversation, Document, Prompt
 from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
-from longctx.cli.files import check_prompt, read_document
+from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.models import load_tokenizer
@@ -251,7 +251,7 @@ class ChatLoop:
         except RuntimeError as error:  # there is no such user
             raise ValueError(f"/file: {error}") from None
         most = self._engine.max_length
-        text = read_document("/file", path, most * _MOST_BYTES_A_TOKEN)
+        text = read_text("/file", path, most * _MOST_BYTES_A_TOKEN)
         prompt = self._conversation.attach(Document(path.name, text.rstrip()))
         room = most - min(_MOST_BYTES_A_TOKEN, most // 4)  # for a question and the beginning of an answer
         if len(prompt.tokens) > room:
