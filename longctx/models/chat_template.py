@@ -39,12 +39,10 @@ OUT_OF_MEMORY = 3
 """Exit status of a process whose template needs more memory than it may."""
 
 
-PLAIN_STOP = ("\nQ:",)
-"""Texts that end an answer of a model without a template, which would go on with the next question."""
+PLAIN_STOP = ("\nQ:",)  # ends an answer of a model without a template, which would go on with the next question
 
 
 def has_template(tokenizer: object) -> bool:
-    """Return whether a tokenizer brings a chat template; others get `Q: MESSAGE` and `A: `, each on a line."""
     return getattr(tokenizer, "chat_template", None) is not None
 
 

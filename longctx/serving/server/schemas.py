@@ -250,10 +250,7 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either.
-
-    With `echo`, `max_tokens` may be 0: the prompt's own log probabilities are what is asked for then.
-    """
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0."""
 
     prompt: Prompt
     max_tokens: int | None = None
@@ -398,10 +395,7 @@ class AbortBody(Body):
 
 
 class MigrateBody(Body):
-    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all.
-
-    `drain`: take no new requests from now on.
-    """
+    """`to`: the other server's `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new ones."""
 
     to: Annotated[str, Field(max_length=2048)]
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
