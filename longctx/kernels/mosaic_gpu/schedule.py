@@ -164,7 +164,7 @@ class Consumer(Machine, Protocol):
         """Return what the masks of these rows need, an acc of 0, and the softmax of rows that have seen nothing."""
 
     def weigh(self, tile: Any, mask: Any, n: Any, softmax: Any, scores: Any) -> tuple[Any, Any, Any]:
-        """Return the softmax after the n-th block, its float32 weights, and the decay of those before; None: no mask."""
+        """Return the softmax after block n, its float32 weights, and the decay of those before; None without a mask."""
 
     def scale(self, acc: Any, decay: Any) -> Any: ...
 
