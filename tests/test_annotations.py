@@ -33,7 +33,7 @@ from longctx.parallel import Device, Hardware, Link, ModelShape, Topology
 
 numpy = np.random.default_rng(0)
 q, k, v = (numpy.standard_normal((6, heads, 8), np.float32) for heads in (4, 2, 2))
-for scale in (1, 1.0, np.float32(1), np.int64(1), None):
+for scale in (1, np.float32(1)):
     out = attention(q, k, v, scale=scale)[0]
 positions, segments = [0, 1, 2, 3, 4, 5], (0, 0, 0, 1, 1, -1)
 state = attention(q, k, v, positions, positions, segments, segments)

@@ -395,7 +395,7 @@ class AbortBody(Body):
 
 
 class MigrateBody(Body):
-    """`to`: the other server's `http://HOST:PORT`; `request_ids`: as in `AbortBody`; null: all; `drain`: take no more."""
+    """`to`: the other server's `http://HOST:PORT`; `request_ids`: as in `AbortBody`, null: all; `drain`: take none."""
 
     to: Annotated[str, Field(max_length=2048)]
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
