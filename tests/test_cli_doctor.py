@@ -66,7 +66,7 @@ def test_text_has_a_line_for_each_value_and_problem(
 # The cache of compiled programs
 
 
-@pytest.mark.parametrize("garbage", ["file", "file/below", "x" * 300, "/proc/none"])
+@pytest.mark.parametrize("garbage", ["file/below", "x" * 300, "/proc/none"])
 def test_a_cache_folder_that_commands_would_refuse_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, garbage: str
 ) -> None:
@@ -125,7 +125,6 @@ def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.M
             "JAX can't be loaded: SIGABRT: Fatal: bad",
         ),
         ("import os; os._exit(3)", "JAX can't be loaded: exit status 3"),
-        ("import os; os.write(1, b'{}'); os._exit(0)", "JAX can't be loaded: exit status 0"),
         ("import os; os.write(1, b'noise\\n')", "JAX can't be found out: AttributeError"),
     ],
 )

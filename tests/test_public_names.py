@@ -22,10 +22,15 @@ from public_names import Documented, documented, fields, public_names
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Examples")
 ENTRY = re.compile(r"^ {2}([\w*\\]+(?:, [\w*\\]+)*):(.*(?:\n {3,}.*)*)", re.MULTILINE)
 AS_ELSEWHERE = re.compile(r"\b(as|like) (for|in|of|to|`)|\bth(ose|at) of\b|`plan_|what `")
-# Examples that take more than some 3 seconds of CPU.
+# Examples that take more than a second of CPU, but those of `attention` and `ring_pass_kv`.
 SLOW = {
-    *("longctx.nnx.ContextParallelAttention", "longctx.nnx.to_nnx"),
-    *("longctx.serving.Engine", "longctx.simulation.Simulation"),
+    *("longctx.kernels.paged_attention", "longctx.kernels.merge_state", "longctx.kernels.plan_attention"),
+    *("longctx.models.Llama", "longctx.models.load_checkpoint", "longctx.models.quantize_checkpoint"),
+    *(f"longctx.nnx.{name}" for name in ("ContextParallelAttention", "LlamaModule", "attention_fn", "to_nnx")),
+    *(f"longctx.parallel.{name}" for name in ("all_gather_kv", "context_parallel_attention", "kvp_attention")),
+    *("longctx.parallel.merge_over_ranks", "longctx.parallel.ring_pass_q", "longctx.serving.Engine"),
+    *("longctx.serving.recording.recorder.open_recorder", "longctx.simulation.Simulation"),
+    *("longctx.simulation.baselines.make_simulation", "longctx.simulation.planner.search.best_of_each"),
 }
 NAMES = sorted(documented())
 WITH_EXAMPLE = [name for name in NAMES if documented()[name].kind in ("function", "class", "constant")]
