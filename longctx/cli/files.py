@@ -13,7 +13,7 @@ def read_text(flag: str, path: Path, max_bytes: int | None = None) -> str:
     Args:
       flag: or command that names the file.
       path: of the file.
-      max_bytes: where a message names the file: it is a regular one with at most so many. None: it may be a pipe.
+      max_bytes: where a message names the file: it is a regular one of at most these. None: it may be a pipe.
 
     Raises:
       ValueError: it can't be read, is too large or binary, is not UTF-8, or has nothing but white space; the message
