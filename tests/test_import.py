@@ -96,12 +96,14 @@ def test_deciding_and_simulating_modules_load_no_jax() -> None:
 import sys, {", ".join(PURE)}
 from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.parallel.topology import Topology
+from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 model = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=131072)
-simulation = Simulation([Instance(model, EngineConfig(num_pages=4096), roofline(model, GPUS["H100"], 512))])
+predictor = roofline(model, Topology.preset("h100-nvlink"), 512)
+simulation = Simulation([Instance(model, EngineConfig(num_pages=4096), predictor)])
 record = simulation.run([WorkloadRequest(0.0, 5000, 20), WorkloadRequest(0.1, 100, 20, number=1)])
 assert len(record.served) == 2
 print(*(name for name in sys.modules if name.partition(".")[0] == "jax"))

@@ -33,6 +33,7 @@ LAYERS = [
     ["cluster.config", "cluster.join"],
     ["cluster.launcher"],
     ["cluster.peers"],
+    ["cluster.pending_pages"],
     ["cluster.prefill"],
     ["cluster.engine_messenger"],
     ["cluster.engine_transfers"],

@@ -340,9 +340,6 @@ class TransferFlags:
         as 10.0.0.0/8.
       kv_plain: do not encrypt pages: faster, for a trusted network.
       kv_messenger: what carries the pages.
-      prefill_from: URL of a server that reads long prompts for this one.
-      prefill_key_file: the key that these take for /server_info and /load.
-      prefill_inline: tokens of a prompt, not cached, up to which this server reads it itself.
     """
 
     role: Role | None = None
@@ -352,9 +349,6 @@ class TransferFlags:
     kv_peer: tuple[str, ...] = ()
     kv_plain: bool = False
     kv_messenger: Messenger = "zmq"
-    prefill_from: tuple[str, ...] = ()
-    prefill_key_file: Path | None = None
-    prefill_inline: int = 512
 
 
 @flag_set

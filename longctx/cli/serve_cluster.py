@@ -57,7 +57,7 @@ _OBSERVERS = ("metrics_prefix",)
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
-_OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url", "prefill_from", "prefill_key_file"}
+_OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
 _OURS |= {"record", "record_private", "record_bytes"}
 """Flags of instances that the launcher sets, so that a file must not."""

@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
-_TRANSFERS = {
-    **{"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"},
-    **{"url": "--prefill-from", "peers": "--kv-peer"},
-}
-_NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
+_TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
+_NEED_ROLE = ("kv_advertise", "kv_peer")
 _NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
 
 
@@ -104,10 +101,6 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         raise ValueError("--role contradicts --no-prefix-cache: pages have keys there")
     if options.record:
         raise ValueError("--role contradicts --record: a replay has no other server")
-    if options.prefill_key_file is not None and not options.prefill_from:
-        raise ValueError("--prefill-key-file needs --prefill-from")
-    if options.role == "prefill" and options.prefill_from:
-        raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
     if options.kv_host in _ANY and options.kv_advertise is None:
         raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: no other host can reach that address")
 
@@ -116,14 +109,9 @@ def make_transfers(options: argparse.Namespace, engine: "Engine") -> "EngineTran
     """Make what moves an engine's requests to and from others, by the flags."""
     from longctx.cluster.engine_transfers import EngineTransfers
 
-    key = None
-    if options.prefill_key_file is not None:
-        key = read_text("--prefill-key-file", options.prefill_key_file).strip()
     messenger = make_messenger(options, engine)
     with naming(_TRANSFERS):
-        return EngineTransfers(
-            messenger, options.kv_peer, options.role, options.prefill_from, key, options.prefill_inline
-        )
+        return EngineTransfers(messenger, options.kv_peer, options.role)
 
 
 def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMessenger":

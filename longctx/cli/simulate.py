@@ -22,8 +22,7 @@ from longctx.cli.workload import check_folder, check_outputs, print_where
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.reports import report
-from longctx.simulation.reports.report import deployment_table, summarize_deployment
+from longctx.simulation.reports.report import details, summarize_deployment, table
 from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
@@ -99,23 +98,16 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
         def show(record: Record) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) - bar.n)
 
-        record = deployment.run(
-            requests,
-            options.seed,
-            until,
-            progress=show,
-            keep_steps=options.json is not None,
-            traces=traces,
-            keep_ticks=options.trace is not None,
-        )
+        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
+        record = simulation.run(requests, options.seed, until, show, keep_steps=options.json is not None)
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
-    printed = deployment_table(summary)
+    printed = table(summary)
     print(printed)
     if num_skipped:
         print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
     contents = _settings(options, deployment) | {"summary": summary}
     if options.json is not None:
-        options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(contents | details(record)) + "\n", encoding="utf-8")
     _write(options, contents, record, traces or [], printed)
 
 

@@ -17,10 +17,11 @@ from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.scheduler.slo import Slo
-from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.settings import Change, ClusterSettings
-from longctx.simulation.reports import cluster_report, html_report, plots
+from longctx.simulation.deployment import ClusterDeployment
+from longctx.simulation.record import Record
+from longctx.simulation.reports import html_report, plots
+from longctx.simulation.reports.report import details, summarize_deployment, table
 
 _REFUSED = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
 _SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
@@ -42,23 +43,23 @@ def run_cluster(options: argparse.Namespace) -> None:
     until = math.inf if options.window is None else options.window
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
 
-        def show(record: ClusterRecord) -> None:  # what `update` returns would end the run
+        def show(record: Record) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        record = deployment.run(requests, options.seed, until, progress=show)
-    summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
-    printed = cluster_report.cluster_table(summary)
+        record = deployment.run(requests, options.seed, until, progress=show, keep_steps=False)
+    summary = summarize_deployment(record, deployment)
+    printed = table(summary)
     print(printed)
     if num_skipped:
         print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
     model, slos = file.simulation.get("model", options.model), (deployment.config.ttft, deployment.config.tpot)
     contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
     if options.json is not None:
-        options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(contents | details(record)) + "\n", encoding="utf-8")
     if options.plot is not None:
-        plots.write_drawing(lambda: cluster_report.draw_cluster(record, *slos), options.plot)
+        plots.write_drawing(lambda: plots.draw_cluster(record, *slos), options.plot)
     if options.out is not None:
-        drawing = plots.write_drawings(lambda: cluster_report.draw_cluster(record, *slos), options.out)
+        drawing = plots.write_drawings(lambda: plots.draw_cluster(record, *slos), options.out)
         html_report.write_report(contents, record, printed, drawing, options.out)
         print_where(options.out)
 

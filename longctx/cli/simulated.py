@@ -16,7 +16,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.validation import field_types
-from longctx.simulation.deployment import BaselineDeployment, Deployment
+from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
 
@@ -69,10 +69,8 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     config = engine_config(options, max_length=longest)
     names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
     with naming(names), naming(ENGINE_FLAGS):
-        if options.baseline is not None:
-            return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
         measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
-        return Deployment(model, topology, plan, config, options.instances, measured)
+        return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
 
 
 def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:

@@ -20,17 +20,15 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.fit import Measurement, fit, fit_mesh
-from longctx.serving.predictor.mesh import MeshPredictor
-from longctx.serving.predictor.runtime import RuntimePredictor
+from longctx.serving.predictor.fit import Measurement, fit
+from longctx.serving.predictor.measured import RuntimePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, work_by_rank
 from longctx.serving.scheduler.exchange_rule import Exchange
-from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 _OF_A_BUCKET = 8  # batches of a kind and a bucket, on several ranks
@@ -281,7 +279,7 @@ def profile(
     max_context: int | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> tuple[RuntimePredictor | MeshPredictor, list[Measurement]]:
+) -> tuple[RuntimePredictor, list[Measurement]]:
     """Measure batches of all sizes, and on several context ranks of all kinds of rows, and fit an engine's predictor.
 
     Args:
@@ -305,8 +303,7 @@ def profile(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     shapes = shapes_to_measure(engine, min(max_context or 16_384, room))
     measured = measure(engine, shapes, repeats, progress)
-    fitted = fit if engine.plan.context == 1 else fit_mesh
-    return fitted(measured, buckets_of(engine), tiles(engine)), measured
+    return fit(measured, buckets_of(engine), tiles(engine)), measured
 
 
 def measure(

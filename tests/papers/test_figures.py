@@ -61,7 +61,7 @@ def test_every_figure_is_computed(figure: Registered, tmp_path: Path) -> None:
     assert (result.title, result.statements) == (computed.title, computed.statements)
 
 
-@pytest.mark.parametrize("name", ["mnemosyne_figure_8", "medha_figure_4", "meta_figure_10", "mooncake_figure_6"])
+@pytest.mark.parametrize("name", ["medha_figure_4", "mooncake_figure_8"])
 def test_a_figure_is_the_same_when_it_is_computed_again(name: str, tmp_path: Path) -> None:
     [figure] = registered([name])
     for folder in "ab":

@@ -40,8 +40,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         disk = tmp_path_factory.mktemp("pages")
         thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
         metrics = ServerMetrics("longctx", thread, "m")
-        prefills = {"decision": {"remote": 1}, "answer": {"done": 1}}
-        metrics.transfers, metrics.prefills = {"sent": TransferStats(), "received": TransferStats()}, prefills
+        metrics.transfers = {"sent": TransferStats(), "received": TransferStats()}
         metrics.caches = Caches(thread, "m", None, 1.0)
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     return labels_of(metrics.render(max_age=0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.serving import ParallelPlan
-from longctx.serving.scheduler.preemption import dispensability
+from longctx.serving.scheduler.preemption import preemption_key
 from longctx.serving.scheduler.sequence import Sequence, State
 
 
@@ -178,11 +178,11 @@ def test_a_long_prompt_does_not_thrash_beside_decodes_that_need_pages(policy: st
 
 
 def test_a_prompt_that_computes_again_what_it_lost_goes_after_decodes_that_came_later() -> None:
-    prompt = Sequence("prompt", 1, 40, 4, state=State.PREFILLING, computed=10, protected=20)
+    prompt = Sequence("prompt", 1, 40, 4, state=State.PREFILLING, computed=10, no_preempt_before=20)
     older, later, urgent = (
         Sequence(f"decode {order}", order, 40, 4, state=State.DECODING, priority=priority)
         for order, priority in ((0, 0), (2, 0), (3, 1))
     )
-    assert sorted([later, prompt, urgent, older], key=dispensability) == [urgent, older, prompt, later]
+    assert sorted([later, prompt, urgent, older], key=preemption_key) == [urgent, older, prompt, later]
     prompt.computed = 20
-    assert sorted([later, prompt, urgent, older], key=dispensability) == [urgent, older, later, prompt]
+    assert sorted([later, prompt, urgent, older], key=preemption_key) == [urgent, older, later, prompt]

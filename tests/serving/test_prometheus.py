@@ -13,7 +13,7 @@ from fake_device import VOCAB, make_engine
 from prometheus_client.parser import text_string_to_metric_families
 
 from longctx.models import Llama, LlamaConfig
-from longctx.parallel.cost import Hardware
+from longctx.parallel.device_tables import Device
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
@@ -243,7 +243,7 @@ def test_estimated_operations_agree_with_those_that_xla_counts() -> None:
 
 
 def test_utilisation_is_shown_where_the_devices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    sheet = Hardware(1e9, 1e9, memory_bandwidth=1e9)
+    sheet = Device("sheet", {"bfloat16": 1e9}, memory_bandwidth=1e9)
     monkeypatch.setattr(server_metrics, "data_sheet", lambda device: sheet)
     engine = make_dense_engine()
     thread = EngineThread(engine)

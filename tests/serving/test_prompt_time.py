@@ -113,7 +113,7 @@ def test_prompts_are_predicted_once_and_follow_the_correction(monkeypatch: pytes
     for factor in (1.5, 1.2):
         predictor.prompt_factor = factor
         predicted.clear()
-        forecast.heed_correction(sequences)
+        forecast.rescale_predictions(sequences)
         assert not predicted
         for sequence in sequences:
             assert sequence.prefill_remaining == pytest.approx(forecast.prefill_seconds(0, sequence.length), rel=1e-9)

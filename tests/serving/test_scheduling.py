@@ -14,7 +14,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Metrics, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.chunking import Chunker, Chunking, smallest_chunk
 from longctx.serving.scheduler.policy import POLICIES, by_urgency, make_policy
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import Instance, Record, Simulation, VirtualExecutor
@@ -37,12 +37,18 @@ def serve(
     return Simulation([instance]).run(requests), instance
 
 
-def make_engine(**options: object) -> Engine:
+def make_engine(executor: VirtualExecutor | None = None, **options: object) -> Engine:
     """An engine in virtual time."""
-    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    executor = executor or VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
     options = {"chunking": "static"} | options
     config = EngineConfig(token_budget=BUDGET, page_size=64, num_pages=8192, **options)  # type: ignore[arg-type]
     return Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE)
+
+
+def least_chunk(instance: Instance, efficient: float) -> Callable[[int], int]:
+    """The smallest chunk, by the tokens before it, that reaches such a share of the best one's speed."""
+    chunker = instance.core.scheduler.chunker
+    return lambda start: smallest_chunk(chunker.predictor, chunker.chunking, start, efficient)
 
 
 def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
@@ -54,7 +60,7 @@ def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
 # Adaptive chunks.
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -83,7 +89,7 @@ def test_no_decode_waits_longer_than_promised(
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
     assert mixed
-    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
+    least = least_chunk(instance, 0.5)
     for step in mixed:
         # Decodes wait for just this step: it ends in time as far as predictions, corrected on the way, are right.
         assert step.seconds <= step.predicted * (1 + error) / (1 - error) + 1e-9
@@ -100,7 +106,7 @@ def test_chunks_shrink_as_the_context_grows() -> None:
     sizes = [count for _, count, _ in chunks[:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 350
-    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
+    least = least_chunk(instance, 0.5)
     assert least(0) > least(100_000) >= 1
     for at, count, step in chunks[:-1]:
         work = Work(1, 1, 10 + step.number)
@@ -146,7 +152,7 @@ def test_without_decodes_a_step_takes_no_longer_than_those_who_come_may_wait(ste
     record, instance = serve(
         [WorkloadRequest(0.0, 60_000, 1)], chunking="adaptive", token_budget=2048, slo=Slo(step_seconds=step_seconds)
     )
-    good = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.9)
+    good = least_chunk(instance, 0.9)
     sizes = [(at, count, step.predicted) for step in record.steps for at, count in step.chunks]
     assert all(predicted <= step_seconds or count <= good(at) for at, count, predicted in sizes)
     seconds = sum(step.seconds for step in record.steps)
@@ -196,12 +202,12 @@ def saturating(count: int) -> list[WorkloadRequest]:
     ("policy", "starves"), [("srpf", True), ("edf", False), ("lrs", False), ("lrs_relative", False), ("ilrs", False)]
 )
 def test_who_starves(policy: str, starves: bool) -> None:
-    """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 330.
+    """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 110.
 
     Once the long one is read, all are 2.8 s behind: short ones are late by 1.8 times what they were promised, and by
     relative slack it is the long one's turn no sooner.
     """
-    record, _ = serve(saturating(3000), policy=policy)
+    record, _ = serve(saturating(1000), policy=policy)
     (long,) = of_length(record, LONG)
     end = max(x.arrival for x in of_length(record, BUDGET, BUDGET))
     assert long.first_token is not None
@@ -209,7 +215,7 @@ def test_who_starves(policy: str, starves: bool) -> None:
     if starves:
         assert long.first_token > end
     else:
-        assert long.first_token < (1.5 if policy in ("edf", "lrs") else 4) * long.ttft_deadline < end / 4
+        assert long.first_token < (1.5 if policy in ("edf", "lrs") else 4) * long.ttft_deadline < end / 1.5
 
 
 def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
@@ -260,9 +266,8 @@ def test_more_than_can_be_done_of_a_mix() -> None:
 
 def test_a_slow_reader_is_no_slow_device() -> None:
     requests = [WorkloadRequest(0.0, 600, 50, number=i) for i in range(3)]
-    engine = make_engine()
-    executor = engine._executor
-    assert isinstance(executor, VirtualExecutor)
+    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    engine = make_engine(executor)
     for request in requests:
         engine.submit(Request(request.tokens(50).tolist(), SamplingParams(max_tokens=50, ignore_eos=True)))
     while engine.has_work:

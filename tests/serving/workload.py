@@ -134,7 +134,7 @@ class Workload:
         assert {page: n for page, n in enumerate(pool._references) if n} == held
         assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]
         free = scheduler.running.slots
-        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.resting]
+        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.draining]
         assert sorted(slots) == list(range(self.engine.config.max_running))
         assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
         for sequence in running:

@@ -8,7 +8,7 @@ import pytest
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
-from longctx.serving.predictor import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.scheduler.batch import Batch
@@ -20,7 +20,7 @@ from longctx.simulation.instance.virtual_executor import DeviceSpeed
 
 MODEL = Llama(LlamaConfig(50, 64, 128, 4, 4, 4, 16, max_positions=10_000))
 CONFIG = EngineConfig(page_size=16, num_pages=64, max_running=4, token_budget=64, prefix_cache=False)
-PREDICTOR = RuntimePredictor((Program(64, 1e-3, (1, 64), (1e-6, 4e-6), 1e-4),))
+PREDICTOR = RuntimePredictor.of_rows({64: 1e-3}, (1, 64), (1e-6, 4e-6), 1e-4)
 
 
 def record(directory: Path, noise: float, stages: int, host: float = 0.0, **changes: Any) -> tuple[Path, list[Any]]:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.sequence import completion_of
 from longctx.simulation import EventLoop, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -45,22 +46,22 @@ def serve(
 
 
 def roofs(plan: ParallelPlan) -> Any:
-    return roofline(MODEL, GPUS["A100"], 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
+    return roofline(MODEL, Topology.preset("a100-nvlink"), 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
 
 
 def programs(plan: ParallelPlan) -> Any:
     """With steps in rows, as a compiled engine has them."""
     rows = (1, 2, 4, 16, 128, 512)
-    return RuntimePredictor(tuple(Program(n, 1e-3 + 1e-5 * n, (1, 16), (1e-9, 2e-9), 1e-6) for n in rows))
+    return RuntimePredictor.of_rows({n: 1e-3 + 1e-5 * n for n in rows}, (1, 16), (1e-9, 2e-9), 1e-6)
 
 
 def slow(plan: ParallelPlan) -> Any:
     """Steps get longer than those that are planned ahead, in the midst of runs of decodes."""
     rows = (1, 2, 512)
-    return RuntimePredictor(tuple(Program(n, 0.045, (1,), (5e-6,), 0.0) for n in rows))
+    return RuntimePredictor.of_rows(dict.fromkeys(rows, 0.045), (1,), (5e-6,))
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_one_event_is_the_same_as_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     plan = ParallelPlan(stage=int(rng.choice([1, 1, 2, 3, 4])), tensor=2)

@@ -134,18 +134,6 @@ class LoadInfo(msgspec.Struct):
     draining: bool = False
 
 
-def check_url(url: str) -> str:
-    """Return the URL of a server without a slash at its end; ValueError: it is none."""
-    try:
-        parts = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"url must be http://HOST:PORT, got {str(url)[:100]!r}: {error}") from None
-    is_odd = parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment
-    if is_odd or not 0 < (parts.port or 80) < 2**16:
-        raise ValueError(f"url must be http://HOST:PORT, got {url[:100]!r}")
-    return str(parts).rstrip("/")
-
-
 class InstanceClient:
     """HTTP client of one instance. For the event loop.
 

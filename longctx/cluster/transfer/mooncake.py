@@ -213,10 +213,6 @@ class MooncakeStore:
         """Keep a value; returns whether it was kept."""
         return bool(self._store.put(name.hex(), value) == 0)
 
-    def close(self) -> None:
-        """Leave the store, and take this machine's segment along."""
-        self._store.close()
-
 
 def open_store(url: str) -> MooncakeStore:
     """Open the store of a master, `mooncake://HOST:PORT`.

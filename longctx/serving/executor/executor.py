@@ -28,8 +28,7 @@ from longctx.serving.request.sampling_params import SamplingLevel, SamplingParam
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, SampledTokens, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
-from longctx.serving.scheduler.rank_work import keys_by_rank
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 BLOCK = 1024  # entries that `set_entries` sends at a time

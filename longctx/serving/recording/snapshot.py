@@ -26,7 +26,7 @@ def take_snapshot(core: "Core", now: float) -> Snapshot:
     return Snapshot(
         now=now,
         steps=scheduler.num_steps,
-        slots=(slots.free.copy(), list(slots.resting)),
+        slots=(slots.free.copy(), list(slots.draining)),
         pages=[(pack("i", free), pack("i", idle), b"".join(keys)) for free, idle, keys in core.pool.state()],
         factor=scheduler.forecast.factor,
         windows=chunker.predictor.state(),
@@ -59,7 +59,7 @@ def restore_snapshot(core: "Core", snapshot: Snapshot) -> list[Batch]:
     free, resting = snapshot.slots
     if len(free) + len(resting) == scheduler.running.max_running:
         slots.free = free.copy()
-        slots.resting.extend(resting)
+        slots.draining.extend(resting)
     pages = [RankState(unpack("i", free), unpack("i", idle), split_keys(keys)) for free, idle, keys in snapshot.pages]
     core.pool.restore(pages)
     scheduler.forecast.factor = snapshot.factor

@@ -127,14 +127,11 @@ def by_urgency(
 
     Higher priorities come before all others, and tenants before urgency: a policy orders the prompts of one tenant.
     """
-    sequences = list(sequences)
-    at_once = _AT_ONCE.get(getattr(type(policy), "urgency", None))
-    urgencies = [policy.urgency(s, now) for s in sequences] if at_once is None else at_once(sequences, now)
+    urgency = policy.urgency
     if tenants is None or not tenants.are_several:
-        heap = [(-s.priority, 0.0, urgency, s.order, s) for s, urgency in zip(sequences, urgencies, strict=True)]
+        heap = [(-s.priority, 0.0, urgency(s, now), s.order, s) for s in sequences]
     else:
-        rank = tenants.rank
-        heap = [(-s.priority, rank(s), urgency, s.order, s) for s, urgency in zip(sequences, urgencies, strict=True)]
+        heap = [(-s.priority, tenants.rank(s), urgency(s, now), s.order, s) for s in sequences]
     heapq.heapify(heap)
     while heap:
         yield heapq.heappop(heap)[-1]
@@ -229,17 +226,6 @@ class InputLengthAwareSlack(LeastRelativeSlack):
     def share(self, sequence: Sequence, now: float) -> float:
         return min(self.max_share, max(0.0, 1.0 - relative_slack(sequence, now), sequence.due_share))
 
-
-# Urgencies of many sequences, as their policies' methods compute them: thousands may wait.
-_AT_ONCE: dict[object, Callable[[list[Sequence], float], list[float]]] = {
-    FirstComeFirstServed.urgency: lambda sequences, now: [s.arrival for s in sequences],
-    EarliestDeadlineFirst.urgency: lambda sequences, now: [s.deadline for s in sequences],
-    ShortestRemainingPrefill.urgency: lambda sequences, now: [s.prefill_remaining for s in sequences],
-    LeastSlack.urgency: lambda sequences, now: [s.deadline - now - s.prefill_remaining for s in sequences],
-    LeastRelativeSlack.urgency: lambda sequences, now: [
-        (s.deadline - now - s.prefill_remaining) / s.ttft_budget for s in sequences
-    ],
-}
 
 POLICIES: dict[str, Callable[[float], Policy]] = {
     "fcfs": lambda max_share: FirstComeFirstServed(),

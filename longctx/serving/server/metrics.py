@@ -17,12 +17,12 @@ from prometheus_client.core import Metric
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
+from longctx.parallel.topology import data_sheet
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import StepMetrics, StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.predictor.roofline import data_sheet
 from longctx.serving.request.output import FinishReason, Metrics, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
@@ -73,10 +73,6 @@ _TIER_GAUGES = {
     "num_bytes": ("bytes", "Bytes that they take."),
     "pinned_bytes": ("pinned_bytes", "Bytes of those that may not go."),
 }
-_PREFILLS = {
-    "decision": "Prompts of ordinary requests, by where they were read: here, for a reason, or by another server.",
-    "answer": "Prompts that other servers were asked to read, by how that ended.",
-}
 
 
 class Peak(NamedTuple):
@@ -92,7 +88,7 @@ class Peak(NamedTuple):
         sheet = None if mesh is None else data_sheet(mesh.devices.flat[0])
         if mesh is None or sheet is None:
             return None
-        return cls(sheet.peak_flops * mesh.size, sheet.memory_bandwidth * mesh.size)
+        return cls(sheet.flops["bfloat16"] * mesh.size, sheet.memory_bandwidth * mesh.size)
 
 
 class ModelCost:
@@ -158,8 +154,6 @@ class ServerMetrics(RenderedMetrics):
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
-      prefills: prompts by where they were read (`"decision"`), and by how reading them elsewhere ended (`"answer"`);
-        None: no other server reads any.
 
     Raises:
       ValueError: prefix is no name of letters, digits and underscores.
@@ -180,7 +174,6 @@ class ServerMetrics(RenderedMetrics):
         self.refusals = dict.fromkeys(_REFUSALS, 0)
         self.caches: Caches | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
-        self.prefills: Mapping[str, Mapping[str, int]] | None = None
         self._register()
         thread.on_step.append(self.observe_step)
         thread.on_end.append(self.observe_request)
@@ -351,8 +344,6 @@ class ServerMetrics(RenderedMetrics):
         ):
             moved = {direction: getattr(counts, name) for direction, counts in transfers.items()}
             yield counters(f"{_PREFIX}kv_transfer_{name}", help, self._labels, "direction", moved)
-        for label, found in (self.prefills or {}).items():
-            yield counters(f"{_PREFIX}prefill_{label}s", _PREFILLS[label], self._labels, label, found)
 
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, leases = self._engine.pages, self._labels, self._engine.core.leases

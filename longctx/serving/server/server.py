@@ -89,7 +89,7 @@ class Server(Frontend):
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
-            self.metrics.transfers, self.metrics.prefills = self.transfers.counts, self.transfers.prefills
+            self.metrics.transfers = self.transfers.counts
         self._warm_up = warm_up
         self.migration: Migration | None = None
 

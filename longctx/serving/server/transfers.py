@@ -90,14 +90,6 @@ class Transfers(Protocol):
         """
         ...
 
-    def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
-        """Have another server read the prompt of an ordinary request, and what it waits for; None: it is read here.
-
-        Args:
-          headers: of the request; those that identify the sender are passed on.
-        """
-        ...
-
     def check_peer(self, host: str) -> None:
         """Raise ApiError, unless requests may be moved to this host."""
         ...
@@ -109,11 +101,6 @@ class Transfers(Protocol):
     @property
     def counts(self) -> Mapping[str, TransferCounts]:
         """Counts of transfers `"sent"` and `"received"`, for metrics."""
-        ...
-
-    @property
-    def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
-        """Prompts by where they were read, for metrics; None: no other server reads any."""
         ...
 
     def info(self) -> dict[str, Any]:
@@ -142,9 +129,7 @@ def begin_transfer(
     """
     params = call.body.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill or params.prefix):
-        if transfers is None or len(call.requests) != 1:
-            return call, None
-        return call, transfers.dispatch(call.requests[0], headers)
+        return call, None
     name = "kv_transfer_params"
     if transfers is None:
         raise ApiError(400, f"{name} can't be followed: {_NO_TRANSFERS}", name)

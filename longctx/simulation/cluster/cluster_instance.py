@@ -50,7 +50,7 @@ class ClusterInstance:
     Examples:
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
       >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=1, host_bytes=10**12)

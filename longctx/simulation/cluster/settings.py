@@ -36,7 +36,8 @@ class ClusterSettings:
       >>> import statistics
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
+      >>> from longctx.simulation.cluster import ClusterSettings
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
@@ -86,7 +87,8 @@ class Change:
     Examples:
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import Change, ClusterDeployment
+      >>> from longctx.simulation.cluster import Change
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)

@@ -48,7 +48,7 @@ def describe_scheduler(scheduler: Scheduler, batch: Batch | None, now: float, st
     step = "nothing planned" if batch is None else f"step {batch.index}"
     lines = [f"{step} at {now - start:.6f} s", f"pages    {held} of {pool.per_rank:,} on each rank"]
     slots = scheduler.running.slots
-    lines.append(f"slots    {len(slots.free)} free, {len(slots.resting)} resting of {scheduler.running.max_running}")
+    lines.append(f"slots    {len(slots.free)} free, {len(slots.draining)} resting of {scheduler.running.max_running}")
     for title, sequences in (("running", list(scheduler.running)), ("waiting", scheduler.waiting)):
         lines.append(f"{title}  {len(sequences)}")
         lines += [

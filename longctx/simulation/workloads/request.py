@@ -129,7 +129,7 @@ class WorkloadRequest:
 
 
 def check_arrivals(requests: List[WorkloadRequest]) -> None:
-    """Check the order of requests, as a simulation needs it.
+    """Check the order of requests, as simulations and replays need it.
 
     Args:
       requests: to check.
@@ -156,32 +156,6 @@ def check_arrivals(requests: List[WorkloadRequest]) -> None:
         if follows and request.number in numbers:
             raise ValueError(f"requests[{order}] must have a number of its own, got {request.number} again")
         numbers.add(request.number)
-
-
-def check_followers(requests: List[WorkloadRequest]) -> None:
-    """Check who follows whom.
-
-    Args:
-      requests: to check.
-
-    Raises:
-      ValueError: numbers repeat, or a request follows one that is not in the workload.
-
-    Examples:
-      >>> from longctx.simulation.workloads import WorkloadRequest, check_followers
-      >>> check_followers([WorkloadRequest(0.0, 100, 10, number=4, after=3)])
-      Traceback (most recent call last):
-          ...
-      ValueError: request 4 follows request 3, which is not in the workload
-    """
-    numbers = {request.number for request in requests}
-    if all(request.after is None for request in requests):
-        return
-    if len(numbers) < len(requests):
-        raise ValueError("requests must have numbers of their own where some follow others")
-    for request in requests:
-        if request.after is not None and request.after not in numbers:
-            raise ValueError(f"request {request.number} follows request {request.after}, which is not in the workload")
 
 
 def keep_requests(requests: List[WorkloadRequest], keep: Callable[[WorkloadRequest], bool]) -> list[WorkloadRequest]:

@@ -45,7 +45,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(STEP, max_size=60), st.booleans())
 def test_whatever_is_lost_the_end_is_what_there_is(steps: list, has_replay: bool) -> None:
     known: set[str] = set()
@@ -99,7 +99,7 @@ def test_whatever_is_lost_the_end_is_what_there_is(steps: list, has_replay: bool
         assert known <= publisher.blocks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(STEP, max_size=60))
 def test_what_is_whole_is_all(steps: list) -> None:
     """At any time without messages on their way, within the life of one publisher."""
