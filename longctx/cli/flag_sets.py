@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
-from longctx.serving.validation import MAX_INT32, AboveZero, Count, Positive, Range
+from longctx.models.validation import MAX_INT32
+from longctx.serving.validation import AboveZero, Count, Positive, Range
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _AtLeastZero = Annotated[float, Range(0)]

@@ -8,8 +8,8 @@ from longctx import extras
 from longctx.cli.files import check_input, check_output
 from longctx.cli.flags import flag, prefixing
 from longctx.models import LlamaConfig, load_tokenizer
+from longctx.models.validation import MAX_INT32
 from longctx.plotting import can_draw
-from longctx.serving.validation import MAX_INT32
 from longctx.simulation.reports import plots
 from longctx.simulation.workloads import (
     Lengths,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from longctx.models.config import LlamaConfig
+from longctx.models.validation import check_integer
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.validation import check_integer
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.simulation import Simulation

@@ -8,6 +8,7 @@ from typing import Any
 
 from longctx import __version__
 from longctx.models.config import LlamaConfig
+from longctx.models.validation import check_bool, check_integer, shown
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -17,7 +18,7 @@ from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_bool, check_integer, check_text, shown
+from longctx.serving.validation import check_text
 
 FORMAT = "longctx log 2"
 NAME = "header.json"

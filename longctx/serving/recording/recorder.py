@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest, pack
 from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release, RequestUpdate, request_to_fields
 from longctx.serving.executor.submit_queue import EndedStep
@@ -39,7 +40,6 @@ from longctx.serving.recording.writer import LogWriter
 from longctx.serving.request.output import Event
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.serving.validation import check_integer
 
 if TYPE_CHECKING:
     from longctx.serving.engine.core import Core

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text
+from longctx.models.validation import MAX_INT32, check_integer, check_real
+from longctx.serving.validation import check_text
 
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 """Tokens of a trace's block, for which it has one hash id.

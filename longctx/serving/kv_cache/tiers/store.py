@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.models.validation import check_integer
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -25,7 +26,6 @@ from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open
 from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.store_queue import StoreQueue
 from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, WriteBackQueue, Writer
-from longctx.serving.validation import check_integer
 
 _MOST_QUEUE_BYTES = 2**30
 _MOST_PREFETCHES = 8
