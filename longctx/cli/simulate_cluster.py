@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ from longctx.cli.flags import flag, prefixing
 from longctx.cli.settings import parallel_plan
 from longctx.cli.simulated import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, write_results
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
@@ -20,8 +19,8 @@ from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.deployment import ClusterDeployment
 from longctx.simulation.record import Record
-from longctx.simulation.reports import html_report, plots
-from longctx.simulation.reports.report import details, summarize_deployment, table
+from longctx.simulation.reports import plots
+from longctx.simulation.reports.report import summarize_deployment
 
 _REFUSED = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
 _SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
@@ -47,21 +46,15 @@ def run_cluster(options: argparse.Namespace) -> None:
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
         record = deployment.run(requests, options.seed, until, progress=show, keep_steps=False)
-    summary = summarize_deployment(record, deployment)
-    printed = table(summary)
-    print(printed)
-    if num_skipped:
-        print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
-    model, slos = file.simulation.get("model", options.model), (deployment.config.ttft, deployment.config.tpot)
-    contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
-    if options.json is not None:
-        options.json.write_text(json.dumps(contents | details(record)) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        plots.write_drawing(lambda: plots.draw_cluster(record, *slos), options.plot)
-    if options.out is not None:
-        drawing = plots.write_drawings(lambda: plots.draw_cluster(record, *slos), options.out)
-        html_report.write_report(contents, record, printed, drawing, options.out)
-        print_where(options.out)
+    summary = summarize_deployment(record, deployment) | {"skipped": num_skipped}
+    settings = {
+        "model": file.simulation.get("model", options.model),
+        "topology": deployment.topology.to_dict(),
+        "cluster": dataclasses.asdict(deployment),
+    }
+    del settings["cluster"]["model"], settings["cluster"]["topology"]
+    slos = deployment.config.ttft, deployment.config.tpot
+    write_results(options, settings, record, summary, lambda: plots.draw_cluster(record, *slos))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -116,15 +109,3 @@ def _change(fields: dict[str, Any]) -> Change:
     if missing := {"at", "instance", "action"} - fields.keys():
         raise ValueError(f"changes must have {', '.join(sorted(missing))}")
     return Change(**fields)
-
-
-def _settings(options: argparse.Namespace, model: str, deployment: ClusterDeployment) -> dict[str, Any]:
-    plain = dataclasses.asdict(deployment)
-    del plain["model"], plain["topology"]
-    return {
-        "model": model,
-        "workload": str(options.workload or options.mix or "synthetic"),
-        "topology": deployment.topology.to_dict(),
-        "cluster": plain,
-        "seed": options.seed,
-    }

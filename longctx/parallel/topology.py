@@ -266,7 +266,7 @@ def device_name(device: Any) -> str | None:
 
 
 def data_sheet(device: Any) -> Device | None:
-    """What is known of an accelerator, a `jax.Device`; None of others, and of CPUs."""
+    """Return what is known of an accelerator, a `jax.Device`; None of others, and of CPUs."""
     name = device_name(device)
     return None if name in (None, "cpu", "A800") else DEVICES[name]
 
