@@ -92,7 +92,7 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
 
 def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """It answers questions about a note while it prefills the document."""
-    assert main(["demo", "--tokens", "1024", "--questions", "2", "--chunk-size", "8"]) == 0
+    assert main(["demo", "--tokens", "2048", "--questions", "2", "--chunk-size", "8"]) == 0
     out = capsys.readouterr().out
     assert "hides 2 pass keys" in out
     assert "right    6 of 6" in out
@@ -100,7 +100,7 @@ def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  note " in rows[0]
     assert int(rows[0].split("%")[0].split()[-1]) < 100
     cached = [row.split()[-1] for row in rows if "  document  " in row]
-    assert sorted(cached) == ["0", "1,024"]
+    assert sorted(cached) == ["0", "2,048"]
 
 
 def test_demo_prints_the_expected_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,16 +171,16 @@ def test_synthetic_lengths_and_arrivals_follow_their_distributions() -> None:
 
 def test_ttft_counts_from_the_due_time_and_follow_ups_come_after_the_answer() -> None:
     """In virtual time a step takes a second, and the second request becomes due in the middle of one."""
-    device = VirtualExecutor(lambda batch: 1.0, 50)
 
     def served(requests: list[WorkloadRequest]) -> list[tuple[float, float | None]]:
-        device.now = 0.0
+        device = VirtualExecutor(lambda batch: 1.0, 50)
         engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
+
+        def sleep(seconds: float) -> None:
+            device.now += seconds
+
         record = replay(engine, requests, device.clock, sleep)
         return [(each.due, each.ttft) for each in record.served]
-
-    def sleep(seconds: float) -> None:
-        device.now += seconds
 
     requests = [WorkloadRequest(0.25, 8, 2), WorkloadRequest(0.75, 8, 1, number=1), WorkloadRequest(9, 8, 1, number=2)]
     assert served(requests) == [(0.25, 1.0), (0.75, 1.5), (9, 1.0)]
