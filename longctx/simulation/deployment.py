@@ -1,5 +1,6 @@
 """Systems to simulate, as plain data: engines of ours or of others, and clusters, each of one model."""
 
+import abc
 import copy
 import dataclasses
 import math
@@ -31,7 +32,7 @@ from longctx.simulation.workloads import WorkloadRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class _System:
+class _System(abc.ABC):
     """Instances of one model, each on the devices of a plan. Plain data, so that other processes can simulate it."""
 
     model: LlamaConfig
@@ -43,18 +44,18 @@ class _System:
         self.topology.check(**{axis: getattr(self.plan, axis) for axis in AXES})
 
     @property
+    @abc.abstractmethod
     def num_instances(self) -> int:
         """Number of instances."""
-        raise NotImplementedError
 
     @property
     def num_devices(self) -> int:
         """Devices of all instances together."""
         return self.num_instances * self.plan.num_devices
 
+    @abc.abstractmethod
     def simulation(self) -> Simulation:
         """Return what serves workloads on new instances."""
-        raise NotImplementedError
 
     def run(
         self,
@@ -299,7 +300,11 @@ class ClusterDeployment(_System):
         return found
 
     def simulation(self) -> Simulation:
-        """Return what serves workloads on new instances behind a new conductor."""
+        """Return what serves workloads on new instances behind a new conductor.
+
+        Returns:
+          Ready for `run`.
+        """
         conductor = Conductor(copy.deepcopy(self.config), PrefixIndex())  # a policy of one's own may remember things
         return Simulation(self.instances(), conductor, self.settings, self.changes)
 

@@ -67,7 +67,7 @@ def signal_at_line(number: int, kind: signal.Signals, times: int = 1) -> Iterato
 
 def within_a_step(engine: Engine, number: int, action: Callable[[], object]) -> None:
     """Let the engine's executor call `action` as it begins the step of this number."""
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     submit = executor.submit
 
     def submit_and_act(batch: Any) -> Any:
@@ -292,7 +292,7 @@ def test_ctrl_c_does_not_wait_for_all_programs_to_be_compiled(alone: bool, call:
         signal.raise_signal(signal.SIGINT)
         ended.append(call)
 
-    engine._executor.compile = compile_all  # type: ignore[method-assign]
+    engine.executor.compile = compile_all  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         getattr(engine, call)()
     assert not ended

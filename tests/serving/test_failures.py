@@ -19,7 +19,7 @@ def test_a_failed_step_ends_every_request_with_an_event() -> None:
     stream = engine.stream(PROMPT[:3], FIVE)
     events = [engine.step() for _ in range(4)]
     known = [t for each in events for event in each for t in event.token_ids if event.request_id == ids[0]]
-    engine._executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
+    engine.executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert engine.has_work
@@ -58,7 +58,7 @@ def test_generate_in_another_thread_raises_when_the_engine_fails() -> None:
     errors: list[BaseException] = []
 
     def fail(event: Event) -> None:
-        engine._executor.wait = lambda pending: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        engine.executor.wait = lambda pending: 1 / 0  # type: ignore[method-assign, assignment, return-value]
 
     def generate() -> None:
         try:

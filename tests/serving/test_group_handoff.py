@@ -98,7 +98,7 @@ def test_requests_move_in_and_out(seed: int, processes: int, plan: ParallelPlan,
             engine.step()
         else:
             engine.follow(sources[group.process_id])
-        assert not engine._executor.sources
+        assert not engine.executor.sources
         assert len(engine.core.leases) == engine.core.pool.num_held == 0
         return engine._lockstep.decisions.digest, engine.stats().prompt_tokens
 

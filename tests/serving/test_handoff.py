@@ -78,7 +78,7 @@ def test_requests_move_at_any_time(seed: int, plan: ParallelPlan, other: Paralle
         engine.step()
         assert engine.core.pool.num_held == 0
         assert len(engine.core.leases) == 0
-        assert not engine._executor.sources
+        assert not engine.executor.sources
 
 
 def tokens(outputs: list[Output]) -> list[list[int]]:
@@ -173,7 +173,7 @@ def test_a_lease_that_is_released_while_its_request_runs_ends_with_it() -> None:
 def test_leases_end_that_nobody_asks_for() -> None:
     engine = storing_engine(FakeStore(), 60)
     engine.generate([Request(np.arange(40).tolist(), SamplingParams(max_tokens=1), lease="a")])
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     assert len(engine.core.leases) == 1
     for seconds in (50, 50, 70):
         engine.step()

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from recorded import drive, recorded_engine, replay
 
 from longctx.models import Llama, LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams, Slo
-from longctx.serving.predictor.roofline import CPU, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.simulation import VirtualExecutor
@@ -35,7 +36,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 MODEL = Llama(LlamaConfig(50, 64, 128, 4, 4, 4, 16, max_positions=10_000))
 CONFIG = EngineConfig(page_size=16, num_pages=64, max_running=4, token_budget=64)
-PREDICTOR = roofline(MODEL.config, CPU, CONFIG.token_budget)
+PREDICTOR = roofline(MODEL.config, Topology.preset("cpu"), CONFIG.token_budget)
 
 
 def alternative(directory: Path, num_pages: int | None = None, **changes: Any) -> tuple[Baseline, Alternative]:

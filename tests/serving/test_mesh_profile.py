@@ -156,7 +156,7 @@ def test_batches_have_the_rows_that_their_shapes_say(plan: ParallelPlan) -> None
     "plan",
     [
         ParallelPlan(context=2, exchange="kvp"),
-        ParallelPlan(stage=2),
+        pytest.param(ParallelPlan(stage=2), marks=pytest.mark.slow),
         pytest.param(ParallelPlan(tensor=2), marks=pytest.mark.slow),
     ],
 )

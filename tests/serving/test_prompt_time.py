@@ -89,7 +89,7 @@ def test_who_is_on_more_ranks_is_promised_less_time() -> None:
 
 def test_the_limit_of_a_rank_follows_the_tpot_target() -> None:
     """A chunk runs beside decodes: 30 ms allow less than a decode alone could read, and 100 ms more."""
-    placer = make_instance(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.growth._placer
+    placer = make_instance(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.forecast.time.placer
     limits = [256 * placer.limit(tpot) for tpot in (0.03, 0.1, None)]
     assert limits[0] < 1_000_000
     assert limits[0] < limits[1] < limits[2]

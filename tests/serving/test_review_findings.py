@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from fake_device import MODEL, make_engine
 
+from longctx.parallel.topology import Topology
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.engine import active_request
-from longctx.serving.predictor.roofline import CPU, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -83,7 +84,7 @@ def test_a_tokenizer_that_fails_ends_every_request_with_an_event() -> None:
 
 def test_a_refused_workload_leaves_the_simulation_usable() -> None:
     config = EngineConfig(page_size=4, num_pages=24, max_running=6, token_budget=16)
-    simulation = Simulation([Instance(MODEL.config, config, roofline(MODEL.config, CPU, 16))])
+    simulation = Simulation([Instance(MODEL.config, config, roofline(MODEL.config, Topology.preset("cpu"), 16))])
     with pytest.raises(ValueError, match="more than"):
         simulation.run([WorkloadRequest(0.0, 8, 40), WorkloadRequest(1e-5, 500, 4)])
     assert len(simulation.run([WorkloadRequest(0.0, 8, 60)]).served) == 1

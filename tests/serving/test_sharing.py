@@ -68,7 +68,7 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 @pytest.mark.parametrize("length", [45, 40, 41, 3])
 def test_completions_share_the_pages_of_their_prompt(length: int, prefix_cache: bool) -> None:
     engine = make_engine(page_size=8, prefix_cache=prefix_cache)
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, FakeExecutor)
     device = executor.runner
     assert isinstance(device, FakeDevice)
@@ -109,7 +109,7 @@ PLANS = [
 def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan) -> None:
     """Requests that arrive together, whose prompts begin alike."""
     engine = make_engine(60, 4, plan, policy=policy, max_running=6)
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor.runner, FakeDevice)  # type: ignore[attr-defined]
     five = SamplingParams(max_tokens=5, ignore_eos=True)
     prompts = [[*PROMPT[:40], i, i + 1] for i in range(6)]

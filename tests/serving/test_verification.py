@@ -108,7 +108,7 @@ def test_right_pages_are_found_right(plan: ParallelPlan) -> None:
 
 def test_pages_that_were_written_wrong_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(tmp_path)
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     executor.wrong_pages = (4,)
     right = expected_tokens(PROMPT, FIVE)
     assert ask(engine) == right  # it was computed
@@ -139,7 +139,7 @@ def test_pages_of_other_engines_are_verified_too(wrong: int | None) -> None:
     request = Request(PROMPT, FIVE, tenant="someone")
     (output,) = one.generate(dataclasses.replace(request, sampling=dataclasses.replace(FIVE, max_tokens=2), lease="a"))
     lease = one.pages.lease("a")
-    layout = one._executor.page_layout
+    layout = one.executor.page_layout
     pages = np.zeros((len(lease.pages), *layout.shape), layout.bits)
     assemble(one.pages.read("a", 0, len(lease.pages), (0, layout.num_layers)).result(), pages, layout.whole)
     source: Any = MemoryStore(layout)
@@ -229,7 +229,7 @@ def test_all_processes_of_an_engine_throw_wrong_pages_out_and_keep_pinned_ones()
         store = engine.pages.store
         assert isinstance(store, TieredStore)
         keys = engine.prepare(Request(PROMPT)).keys
-        executor: Any = engine._executor
+        executor: Any = engine.executor
         executor.wrong_pages = (4,)
         if not group.is_first:
             engine.follow()
@@ -267,7 +267,7 @@ def test_a_server_that_ends_verifies_no_more() -> None:
 def test_a_recorded_engine_verifies_too(tmp_path: Path) -> None:
     engine = engine_of()
     recorder = open_recorder(tmp_path)
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     engine = Engine(
         engine.model, None, engine.config, executor=executor, clock=executor.clock, recorder=recorder,
         store=engine.pages.store,

@@ -10,10 +10,10 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.cluster.transfer.arrivals import Arrivals
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -121,7 +121,8 @@ class LocalSource:
         def run() -> None:
             arrivals.end(self._copy(list(keys), arrivals, window, closed))
 
-        arrivals = Arrivals(len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats)
+        on_taken, on_outcome = lambda tag: window.release(), receiver.stats.add_outcome
+        arrivals = Arrivals(len(keys), receiver.part, wake, on_taken, on_close, on_outcome)
         threading.Thread(target=run, name="longctx local transfer", daemon=True).start()
         return arrivals
 

@@ -76,6 +76,7 @@ class Engine:
     Attributes:
       model, config: as given.
       core: what decides, see `Core`.
+      executor: runs its batches.
       input_processor: prepares its requests, see `InputProcessor`.
       now: returns seconds of its clock.
       requests: that have not ended, by id.
@@ -138,7 +139,7 @@ class Engine:
         if recorder is not None:
             setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
         self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
-        self._executor, self.now = executor, clock
+        self.executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._monitor = Monitor(monitor)
         self._is_warm = False
@@ -237,7 +238,7 @@ class Engine:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         try:
             with self._lock.failing():
-                arguments = self.core, self._executor, self._lockstep, self.input_processor, self.requests, self.pages
+                arguments = self.core, self.executor, self._lockstep, self.input_processor, self.requests, self.pages
                 Follower(*arguments, self._lock.following, sources).run()
         finally:
             self.pages.close()
@@ -256,7 +257,7 @@ class Engine:
             for journal in self._journals:
                 journal.note_clear()
             with self._lock.failing():
-                yield self._executor
+                yield self.executor
 
     @property
     def memory(self) -> MemoryUse | None:
@@ -264,7 +265,7 @@ class Engine:
 
         None: the engine runs on CPUs, or the memory is not known.
         """
-        fit = getattr(self._executor, "fit", None)
+        fit = getattr(self.executor, "fit", None)
         return None if fit is None else fit.use
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -482,14 +483,14 @@ class Engine:
         alone = self._lockstep.is_alone
         if alone:
             with Interrupts.allowed():
-                self._executor.compile(progress)  # an interrupt here breaks nothing
+                self.executor.compile(progress)  # an interrupt here breaks nothing
         if runs:
             with Interrupts() if alone else Interrupts.allowed(), self._lock.failing():
                 if alone:
-                    self._executor.warm_up()
+                    self.executor.warm_up()
                 else:
                     self._lockstep.send_warm_up()
-                    self._lockstep.warm_up(self._executor, progress)
+                    self._lockstep.warm_up(self.executor, progress)
                 self._is_warm = True
 
     def _check_alive(self) -> None:

@@ -25,7 +25,7 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
-from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, SampledTokens, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, keys_by_rank
@@ -246,7 +246,7 @@ class DeviceExecutor:
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         shapes = functools.partial(StepShapes, model.config, config, plan, entries=entries, element_bytes=element_bytes)
         slots, largest = config.max_running, shapes(num_pages=1).largest
-        runner = MeshModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
+        runner = ModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
         if fit is not None:
             num_pages = fit.choose(
                 num_pages, lambda pages: compile_shapes(runner, shapes(num_pages=pages).largest_shapes())

@@ -45,6 +45,13 @@ class Program:
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
+
+    Examples:
+      >>> from longctx.serving.predictor import Program, Work
+      >>> none = (0.0, 0.0)
+      >>> local = Program("local", (none, none, (0.01, 0.02)), tiles=(1, 128), per_key=(1e-8, 4e-7), per_sample=1e-5)
+      >>> round(local.seconds(Work.of([(0, 256, True)]), buckets=(8, 512)), 7)  # tiles with 128 and with 256 keys
+      0.0201636
     """
 
     kind: str
@@ -71,14 +78,24 @@ class Program:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All coefficients, in the order of `features`."""
+        """All coefficients, in the order of attributes, sharded rows before replicated and local ones."""
         rows = (cost for kind in self.per_bucket for cost in kind)
         rest = (self.per_sample, self.per_message, self.per_score, self.per_pair)
         return (self.fixed, *rows, *self.per_key, *rest)
 
     @classmethod
     def of(cls, kind: str, buckets: tuple[int, ...], tiles: tuple[int, ...], numbers: list[float]) -> "Program":
-        """From all coefficients, in the order of `features`."""
+        """Make it of all coefficients.
+
+        Args:
+          kind: as of the class.
+          buckets: numbers of rows of each kind, ascending.
+          tiles: as of the class.
+          numbers: coefficients, in the order of `numbers`.
+
+        Returns:
+          The program.
+        """
         fixed, *rest = numbers
         n = len(buckets)
         rows, per_key = rest[: 3 * n], tuple(rest[3 * n : 3 * n + len(tiles)])
@@ -87,7 +104,15 @@ class Program:
         return cls(kind, per_bucket, tiles, per_key, per_sample, fixed, *others)
 
     def seconds(self, work: Work, buckets: tuple[int, ...]) -> float:
-        """Seconds of a batch, where rows have these buckets."""
+        """Predict a batch.
+
+        Args:
+          work: of the batch.
+          buckets: numbers of rows that steps are compiled for, ascending.
+
+        Returns:
+          Seconds.
+        """
         total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
         for rows, costs in zip((work.sharded, work.replicated, work.local), self.per_bucket, strict=True):
             if rows:
@@ -188,7 +213,11 @@ class RuntimePredictor:
         return {program.kind for program in self.programs}
 
     def seconds(self, work: Work) -> float:
-        """Seconds of a batch, as `Predictor.seconds`."""
+        """Seconds of a batch, as `Predictor.seconds`.
+
+        Raises:
+          ValueError: it has more rows than can be predicted.
+        """
         if not work.rows:
             return 0.0
         if work.rows > self.buckets[-1]:
@@ -219,7 +248,17 @@ class RuntimePredictor:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RuntimePredictor":
-        """From plain data, as `dataclasses.asdict` makes it; KeyError, TypeError or ValueError if it isn't that."""
+        """Make it of plain data.
+
+        Args:
+          fields: as `dataclasses.asdict` makes them.
+
+        Returns:
+          The predictor.
+
+        Raises:
+          KeyError, TypeError, ValueError: the fields are others.
+        """
         programs = []
         for each in fields["programs"]:
             rows = tuple(tuple(costs) for costs in each["per_bucket"])

@@ -116,7 +116,7 @@ class ModelCost:
     @classmethod
     def of(cls, engine: Engine) -> "ModelCost":
         """Return the cost of an engine's model; weights count nothing where an executor simulates and has none."""
-        params: Params | None = getattr(getattr(engine._executor, "runner", None), "params", None)
+        params: Params | None = getattr(getattr(engine.executor, "runner", None), "params", None)
         kv_dtype = engine.config.kv_dtype
         if params is None:
             return cls(engine.model.config, 0, 2, kv_dtype)

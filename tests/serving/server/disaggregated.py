@@ -146,7 +146,7 @@ def _is_empty(server: Served) -> None:
     server.wait_idle()
     server.wait_until("no fetch is left", lambda: not transfers.receiver.num_fetches)
     server.wait_until("no stream is left", lambda: not transfers.sender.num_streams)
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     assert {*executor.sources} <= {TIERS}
 
 

@@ -88,10 +88,10 @@ def alike(answer: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_answers_are_those_of_one_server(coupled: Served, pipeline: Served, wide: Served, name: str) -> None:
     sent = body(f"{name}. {TEXT}", **OPTIONS[name])
-    loads = wide.server.engine._executor.mover.stats.loaded_pages
+    loads = wide.server.engine.executor.mover.stats.loaded_pages
     alike(apart(pipeline, wide, sent), post(coupled, sent).json())
     if name != "one token":
-        assert wide.server.engine._executor.mover.stats.loaded_pages > loads
+        assert wide.server.engine.executor.mover.stats.loaded_pages > loads
 
 
 def test_streams_and_chats(coupled: Served, pipeline: Served, wide: Served) -> None:
@@ -108,7 +108,7 @@ def test_streams_and_chats(coupled: Served, pipeline: Served, wide: Served) -> N
 
 def test_a_session_goes_on_where_it_was(coupled: Served, pipeline: Served, wide: Served) -> None:
     """Its second turn loads what is new, and no page that its first turn left."""
-    mover = wide.server.engine._executor.mover
+    mover = wide.server.engine.executor.mover
     turn = body(f"A session. {TEXT}", prompt_cache_key="one", max_tokens=24)
     first = apart(pipeline, wide, turn)
     alike(first, post(coupled, turn).json())
@@ -196,7 +196,7 @@ def test_a_peer_that_lies_about_what_it_has_costs_time_only(coupled: Served, wid
     sent = body(f"{lie}! {TEXT}")
     params, other = prefill(coupled, sent), prefill(coupled, body("Another prompt. " * 20))
     [progress] = params["handoff"]["completions"]
-    loaded = wide.server.engine._executor.mover.stats.loaded_pages
+    loaded = wide.server.engine.executor.mover.stats.loaded_pages
     full = progress["length"] // 16
     changes = {
         "shorter": {"length": progress["length"] - 3},
@@ -206,7 +206,7 @@ def test_a_peer_that_lies_about_what_it_has_costs_time_only(coupled: Served, wid
     }
     progress |= changes[lie]
     alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
-    came = wide.server.engine._executor.mover.stats.loaded_pages - loaded
+    came = wide.server.engine.executor.mover.stats.loaded_pages - loaded
     assert came == (full - 1 if lie == "a page shorter" else 0)
     release_leases(coupled)
 
@@ -220,7 +220,7 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
         # Nor does it take pages that it has asked for.
         assert tokens_of(resume(other, resumed([(i * i) % 250 for i in range(200)], coupled.url)))
         assert transfers_of(other).receiver.stats.outcomes["refused"] == 1
-        assert other.server.engine._executor.mover.stats.loaded_pages == 0
+        assert other.server.engine.executor.mover.stats.loaded_pages == 0
         nothing_is_left(other)
         release_leases(coupled)
 
@@ -269,7 +269,7 @@ def test_servers_with_fp8_pages_answer_as_one() -> None:
         assert same
         one_found, other_found = (each["token_logprobs"][:same] for each in logprobs)
         assert one_found == pytest.approx(other_found, abs=1.0)
-        assert second.server.engine._executor.mover.stats.loaded_pages > 0
+        assert second.server.engine.executor.mover.stats.loaded_pages > 0
         nothing_is_left(whole, first, second)
 
 
@@ -283,7 +283,7 @@ def test_pages_go_by_mooncake(coupled: Served) -> None:
         sent = body(f"Mooncake. {TEXT}", temperature=1.0, seed=1)
         alike(apart(one, other, sent), post(coupled, sent).json())
         assert transfers_of(other).receiver.stats.outcomes["complete"] == 1
-        assert other.server.engine._executor.mover.stats.short_loads == 0
+        assert other.server.engine.executor.mover.stats.short_loads == 0
         nothing_is_left(one, other)
 
 
@@ -294,5 +294,5 @@ def test_any_meshes(coupled: Served, one: tuple[int, int, int], other: tuple[int
         for name, options in OPTIONS.items():
             sent = body(f"{name}? {TEXT}", **options)
             alike(apart(first, second, sent), post(coupled, sent).json())
-        assert second.server.engine._executor.mover.stats.short_loads == 0
+        assert second.server.engine.executor.mover.stats.short_loads == 0
         nothing_is_left(first, second)

@@ -68,7 +68,7 @@ def computed(*servers: Served) -> list[int]:
 
 def loaded(server: Served) -> int:
     """Pages that a server has fetched."""
-    pages: int = server.server.engine._executor.mover.stats.loaded_pages
+    pages: int = server.server.engine.executor.mover.stats.loaded_pages
     return pages
 
 
@@ -174,7 +174,7 @@ def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
 def test_a_link_that_is_cut_costs_time_only(trio: list[Served], what: str) -> None:
     p, d, other = trio
     prompt = prompt_of(44 if what == "pages" else 45, 3000)
-    stats, port = d.server.engine._executor.mover.stats, transfers_of(p).port
+    stats, port = d.server.engine.executor.mover.stats, transfers_of(p).port
     before, short = stats.loaded_bytes, stats.short_loads
     with LinkProxy(f"127.0.0.1:{p.port if what == 'requests' else port}") as link:
         if what == "pages":

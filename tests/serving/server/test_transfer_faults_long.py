@@ -177,7 +177,7 @@ def test_the_reading_server_is_killed(tmp_path: Path) -> None:
         pages = decoder.server.engine.pages
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(resume, decoder, resumed(LONG, reader.url))
-            decoder.wait_until("pages come", lambda: decoder.server.engine._executor.mover.stats.loaded_bytes, 60)
+            decoder.wait_until("pages come", lambda: decoder.server.engine.executor.mover.stats.loaded_bytes, 60)
             reader.process.send_signal(signal.SIGKILL)
             tokens = tokens_of(answer.result())
         assert pages.recomputed["transfers"] > 0
