@@ -81,37 +81,6 @@ def test_what_can_not_be_is_told_by_name(
     assert message in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--launcher", "ray"], "--launcher needs --cluster"),
-        (["--instance-key-file", "x"], "--instance-key-file needs --cluster"),
-        (["--join-name", "x"], "--join-name needs --join"),
-        (["--join-url", "http://h:1"], "--join-url needs --join"),
-        (["--join-role", "prefill"], "--join-role needs --join"),
-        (
-            ["--join", "h:1", "--role", "decode", "--join-role", "prefill"],
-            "--join-role prefill contradicts --role decode",
-        ),
-        (["--join-key-file", "x"], "--join-key-file needs --join"),
-        (["--join", "h:1"], "--join needs --role"),
-        (["--join", "h", "--role", "both", "--kv-secret-file", "x"], "--join must be HOST:PORT, got 'h'"),
-        (
-            ["--join", "h:1", "--join-url", "h:1", "--role", "both", "--kv-secret-file", "x"],
-            "--join-url must be http://",
-        ),
-        (["--join", "h:1", "--host", "0.0.0.0", "--role", "both", "--kv-secret-file", "x"], "needs --join-url"),
-        (
-            ["--join", "h:1", "--join-key-file", "no-such", "--role", "both", "--kv-secret-file", "x"],
-            "--join-key-file: no such file",
-        ),
-    ],
-)
-def test_flags_that_need_others(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "0", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_commands_of_instances(tmp_path: Path) -> None:
     files = Secrets.make(tmp_path, None)
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)

@@ -118,8 +118,3 @@ def test_what_is_wrong_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--quiet", "--cluster", str(tmp_path / "none.toml"), *SMALL]) != 0
-    assert "none.toml" in capsys.readouterr().err

@@ -26,7 +26,6 @@ LAYERS = [
     ["serving.recording"],
     ["serving.engine"],
     ["serving.server"],
-    ["serving.profile_shapes"],
     ["serving.profiler"],
     ["cluster.server_url", "cluster.transfer"],
     ["cluster.prefix_index"],

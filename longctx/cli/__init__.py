@@ -115,6 +115,11 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def command_flags(command: str) -> list[argparse.Action]:
+    """Return the flags of a command, as argparse has them."""
+    return command_parser(command)._actions
+
+
 def add_command_flags(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the flags of a command to its parser."""
     from longctx.cli.commands import FLAGS

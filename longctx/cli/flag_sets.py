@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
-from longctx.serving.validation import MAX_INT32, AboveZero, Count, Positive, Range
+from longctx.models.validation import MAX_INT32
+from longctx.serving.validation import AboveZero, Count, Positive, Range
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _AtLeastZero = Annotated[float, Range(0)]
@@ -149,16 +150,12 @@ class DemoFlags:
       tokens: length of the document in bytes.
       questions: pass keys to hide.
       seed: of the document.
-      document: ask about this text instead (with --question).
-      question: such as "What is the pass key of lemon?".
       chunk_size: the most tokens of a step.
     """
 
     tokens: int = 32768
     questions: Positive = 8
     seed: Count = 0
-    document: Path | None = None
-    question: str | None = None
     chunk_size: Positive = 512
 
 

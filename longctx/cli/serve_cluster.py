@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.cli import command_parser
+from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing
 from longctx.cli.serve_settings import (
     address_text,
-    chat_template_text,
+    chat_template,
     check_transfer_flags,
     model_names,
     serve_config,
@@ -96,7 +96,7 @@ class Secrets(NamedTuple):
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
-    settings, template = server_settings(options), chat_template_text(options)
+    settings, template = server_settings(options), chat_template(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
@@ -142,7 +142,7 @@ def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Call
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of engines that the command line has, by their names; they win over the file's."""
     given: dict[str, Any] = {}
-    for action in command_parser("serve")._actions:
+    for action in command_flags("serve"):
         value = getattr(options, action.dest, action.default)
         if action.dest not in _ROUTER and value != action.default:
             value = True if action.nargs == 0 else value
@@ -234,13 +234,12 @@ def _server_maker(
     file: ClusterFile,
     engine: argparse.Namespace,
     settings: ServerSettings,
-    template: str | None,
+    template: ChatTemplate | None,
     key: str,
 ) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
-    chat_template = None if template is None else ChatTemplate(options.chat_template, template)
     router = RouterSettings(
         instance_key=key,
         bandwidth=file.bandwidth,
@@ -255,7 +254,7 @@ def _server_maker(
 
     def make(members: list[Address]) -> RouterServer:
         with naming(_OBSERVERS):
-            return RouterServer(*first, members, settings, router, chat_template)
+            return RouterServer(*first, members, settings, router, template)
 
     return make
 

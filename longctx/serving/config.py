@@ -4,22 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from longctx.models.validation import check_kv_dtype
+from longctx.models.validation import check_integer, check_kv_dtype, check_real, shown
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import (
-    Count,
-    Positive,
-    Range,
-    Share,
-    check_fields,
-    check_integer,
-    check_real,
-    check_text,
-    shown,
-)
+from longctx.serving.validation import Count, Positive, Range, Share, check_fields, check_text
 
 if TYPE_CHECKING:  # `--help` reads settings: these load numpy
     from longctx.serving.scheduler.chunking import Chunking

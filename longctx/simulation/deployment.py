@@ -10,14 +10,13 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.config import LlamaConfig
-from longctx.models.validation import check_kv_dtype
+from longctx.models.validation import check_integer, check_kv_dtype
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_integer
 from longctx.simulation.baselines import BASELINES, make_simulation
 from longctx.simulation.cluster.cluster_instance import NIC_BANDWIDTH, ClusterInstance
 from longctx.simulation.cluster.conductor_run import Priority

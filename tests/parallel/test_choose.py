@@ -157,7 +157,9 @@ def test_table_5() -> None:
 
 
 def test_predicted_times_choose_what_table_4_measured() -> None:
-    """With the paper's topology and its partial results of 2 bytes. Either choice is right where they differ by less
+    """With the paper's topology and its partial results of 2 bytes.
+
+    Either choice is right where they differ by less
     than 1 %, as the paper says of T = 6400, where it measured 0.3 %.
     """
     hardware = Topology.preset("meta-gtt").hardware("context", partial_bytes=2)

@@ -133,8 +133,9 @@ def test_exchange_costs_are_plain_data() -> None:
 
 
 def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
-    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token: a decode alone could read 1.66M tokens, where a step with a
-    chunk of 128 after as many takes 77 ms.
+    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token.
+
+    A decode alone could read 1.66M tokens, where a step with a chunk of 128 after as many takes 77 ms.
     """
     host = Topology(Device("plain", {"bfloat16": 989e12}, 3.35e12), dict.fromkeys(AXES, Link("link", 450e9, 7.6e-6)))
     predictor = roofline(LLAMA_8B, host, 512, stage=4, tensor=4)

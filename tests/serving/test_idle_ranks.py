@@ -61,7 +61,9 @@ def test_the_idle_share_of_a_step() -> None:
     ],
 )
 def test_ranks_do_not_wait_for_a_long_prompt_of_one_of_them(ranks: int, chunking: str, output_tokens: int) -> None:
-    """While there is enough to read on all ranks. They wait for 1, 3 and 4 % of the time where the long prompt's chunk
+    """While there is enough to read on all ranks.
+
+    They wait for 1, 3 and 4 % of the time where the long prompt's chunk
     has as many rows as fit into the budget, and for 26, 36 and 48 % where it has as many as keep the decodes' target.
 
     Shorter prompts wait for others of their own rank alone, about as long as if the long one had a rank for itself.

@@ -15,8 +15,17 @@ from longctx.serving.predictor import Program, RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
 from longctx.serving.predictor.measured import KINDS, features, kind_of
-from longctx.serving.profile_shapes import fits, make_batch
-from longctx.serving.profiler import BatchShape, links, measure, profile, random_shapes, shapes_to_measure, subject
+from longctx.serving.profiler import (
+    BatchShape,
+    fits,
+    links,
+    make_batch,
+    measure,
+    profile,
+    random_shapes,
+    shapes_to_measure,
+    subject,
+)
 from longctx.serving.scheduler.batch import work_by_rank
 
 CONFIG = EngineConfig(page_size=8, num_pages=24, max_running=6, token_budget=32, buckets=(8, 32), max_length=176)

@@ -340,9 +340,9 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
 
 @pytest.mark.parametrize(("tokens", "number"), [(60, 1), (60, 4), (200, 1)])
 def test_a_fresh_short_prompt_gets_what_it_needs_to_be_in_time(tokens: int, number: int) -> None:
-    """A step of the long prompt takes 0.3 to 0.5 s, and it is due soon, so that short ones, which are due after 1 s,
-    come first only when they have used up 0.8 s. With what they have used up of their slack when they come, 2 to 5 % of
-    a step, they would be late.
+    """A step of the long prompt, which is due soon, takes 0.3 to 0.5 s, and short ones are due after 1 s.
+
+    By what they have used up of their slack when they come, 2 to 5 % of a step, they would be late.
     """
     long = WorkloadRequest(0.0, 100_000, 1)
     requests = [WorkloadRequest(20.0 + 3.1 * (i // number), tokens, 1, number=i + 1) for i in range(8 * number)]

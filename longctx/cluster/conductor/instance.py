@@ -7,7 +7,8 @@ from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.prefix_index.index import TIERS
-from longctx.serving.validation import MAX_INT32, AboveZero, Range, check_fields, check_integer, check_real, shown
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.serving.validation import AboveZero, Range, check_fields
 
 
 @runtime_checkable

@@ -9,11 +9,11 @@ import msgspec
 
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.router.http_stream import Head, HttpStream
+from longctx.models.validation import check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
-from longctx.serving.validation import check_real
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)

@@ -24,7 +24,7 @@ import numpy as np
 
 from longctx import extras
 from longctx.cluster.transfer.messages import Place
-from longctx.serving.validation import check_integer
+from longctx.models.validation import check_integer
 
 _LOG = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed

@@ -20,7 +20,7 @@ def reference_attention(
     scale: float,
     state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider.
+    """Attend: q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider.
 
     Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """

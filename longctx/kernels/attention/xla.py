@@ -31,10 +31,10 @@ def xla_attention(
     scale: float,
     state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
+    """Attend: q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
 
-    k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
-    Given the `state` (out, lse) of other keys, the result is over those keys and these.
+    T, S > 0. k, v and keys may have B = 1 for any batch of q; k and v may be one array `[2, B, S, K, H]`, which holds
+    both. Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
     dtype, operands = wide_dtype(q.dtype), operand_dtype(q.dtype)
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.

@@ -43,8 +43,10 @@ class Arrival(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Request that the engine has cancelled at a time; or, with `lease`, ended for another engine, for which its
-    pages are kept under this id, see `Request.lease`."""
+    """Request that the engine has cancelled at a time, or with `lease` has ended for another engine.
+
+    Its pages are kept under this id then, see `Request.lease`.
+    """
 
     request_id: str
     lease: str | None = None

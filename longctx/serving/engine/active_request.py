@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
+from longctx.models.validation import check_real
 from longctx.serving.distributed.orders import Arrival, Cancel, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
@@ -22,7 +23,6 @@ from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.serving.validation import check_real
 
 Sink = Callable[[list[Event]], object]
 """Is called with the events that a step brought a request. It must not block: the engine waits for it."""

@@ -182,8 +182,9 @@ class Pending:
 
 
 class DeviceExecutor:
-    """Turns batches into what devices are told. Devices run behind the call that begins a step, so that planning and
-    computing overlap.
+    """Turns batches into what devices are told.
+
+    Devices run behind the call that begins a step, so that planning and computing overlap.
 
     Args:
       model: of which the devices have the parameters.

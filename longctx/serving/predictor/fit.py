@@ -61,5 +61,5 @@ def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def relative_errors(predictor: Predictor, measured: Iterable[Measurement]) -> np.ndarray:
-    """predicted / measured - 1 of each batch, `[m]`."""
+    """Return predicted / measured - 1 of each batch, `[m]`."""
     return np.array([predictor.seconds(work) / seconds - 1 for work, seconds in measured])

@@ -16,7 +16,7 @@ from longctx.serving.predictor.file import Writable, predictor_from_dict, predic
 from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.recording.records import HEADER_BYTES, Record, decode, read_frames
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_integer
+from longctx.models.validation import check_integer
 
 FORMAT = "longctx log 3"
 HEADER, RECORDS = "header.json", "records.log"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import Arrival, Cancel, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
@@ -37,7 +38,6 @@ from longctx.serving.recording.records import (
 from longctx.serving.request.output import Event
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.serving.validation import check_integer
 
 if TYPE_CHECKING:
     from longctx.serving.engine.core import Core

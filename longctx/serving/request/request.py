@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
+from longctx.serving.validation import check_text
 
 # A deadline is between these.
 _SECONDS = 1e-6, 1e9

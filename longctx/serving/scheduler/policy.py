@@ -203,12 +203,12 @@ class LeastRelativeSlack(Alone):
 
 @dataclass(frozen=True)
 class InputLengthAwareSlack(LeastRelativeSlack):
-    """`ilrs`: Medha's policy: as `lrs_relative`, and short prompts share steps with a long one (prefill-prefill
-    batching).
+    """`ilrs`: Medha's policy: as `lrs_relative`, and short prompts share steps with a long one.
 
-    The nearer a prompt is to its deadline, the larger its share of the step, up to `max_share`: what it has used up of
-    its slack, and at least what it needs to be in time. The paper has the first of these two alone, by which a prompt
-    of 15 ms that is due in a second begins with 1.5 % of a step, however long the steps are that it shares.
+    That is prefill-prefill batching. The nearer a prompt is to its deadline, the larger its share of the step, up to
+    `max_share`: what it has used up of its slack, and at least what it needs to be in time. The paper has the first of
+    these two alone, by which a prompt of 15 ms that is due in a second begins with 1.5 % of a step, however long the
+    steps are that it shares.
 
     Source: Medha, 4.2.
     """

@@ -254,8 +254,7 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0: the prompt's own
-    log probabilities are what is asked for then."""
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0."""
 
     prompt: Prompt
     max_tokens: int | None = None

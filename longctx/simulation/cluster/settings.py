@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from longctx.serving.validation import check_bool, check_real, check_text
+from longctx.models.validation import check_bool, check_real
+from longctx.serving.validation import check_text
 from longctx.simulation.cluster.page_stream import OVERLAPS, Overlap
 
 Action = Literal["kill", "join", "drain", "restore", "prefill", "decode", "both"]

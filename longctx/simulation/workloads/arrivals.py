@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from longctx.serving.validation import check_integer, check_real, shown
+from longctx.models.validation import check_integer, check_real, shown
 from longctx.simulation.workloads.request import MAX_ARRIVAL, WorkloadRequest
 
 MAX_RATE = 1e9  # requests a second

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer
+from longctx.models.validation import MAX_INT32, check_integer
 from longctx.simulation.workloads.lengths import Lengths, Quantiles
 from longctx.simulation.workloads.request import TRACE_BLOCK, WorkloadRequest
 

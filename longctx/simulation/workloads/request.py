@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text
+from longctx.models.validation import MAX_INT32, check_integer, check_real
+from longctx.serving.validation import check_text
 
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 """Tokens of a trace's block, for which it has one hash id.
@@ -213,7 +214,6 @@ def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[Worklo
       >>> [request.prompt_tokens for request in scale_lengths(requests, 0.01)]  # for a small model
       [24, 34, 20]
     """
-
     check_real("factor", factor, 0, MAX_FACTOR)
 
     def scaled(length: int) -> int:

@@ -59,8 +59,10 @@ class TierListener(Protocol):
     """
 
     def stored(self, tier: str, key: Key, parent: Key) -> None:
-        """A tier has a page from now on; `parent` is the key of the page before it, empty if there is none or it is
-        not known."""
+        """A tier has a page from now on.
+
+        `parent` is the key of the page before it, empty if there is none or it is not known.
+        """
         ...
 
     def removed(self, tier: str, key: Key) -> None:

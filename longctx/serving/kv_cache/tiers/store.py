@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.models.validation import check_integer
 from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
@@ -22,7 +23,6 @@ from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.writer import StoreQueue, Writer
-from longctx.serving.validation import check_integer
 
 _MOST_QUEUE_BYTES = 2**30
 _MOST_PREFETCHES = 8
