@@ -80,7 +80,6 @@ class Engine:
       input_processor: prepares its requests, see `InputProcessor`.
       now: returns seconds of its clock.
       requests: that have not ended, by id.
-      executor: runs its batches.
       pages: that leave it and arrive, see `PageTransfers`.
       process_group: the processes that run it together.
       takes_handoffs: whether it goes on with what other engines have computed: not if it is recorded.

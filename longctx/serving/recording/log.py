@@ -8,6 +8,7 @@ from typing import Any
 
 from longctx import __version__
 from longctx.models.config import LlamaConfig
+from longctx.models.validation import check_integer
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -16,7 +17,6 @@ from longctx.serving.predictor.file import Writable, predictor_from_dict, predic
 from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.recording.records import HEADER_BYTES, Record, decode, read_frames
 from longctx.serving.scheduler.slo import Slo
-from longctx.models.validation import check_integer
 
 FORMAT = "longctx log 3"
 HEADER, RECORDS = "header.json", "records.log"

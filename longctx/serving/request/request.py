@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.validation import check_text
 
