@@ -41,7 +41,9 @@ def test_memory_is_linear_at_a_million_tokens() -> None:
     """Eight query heads a KV head make 8,192 x 4,096 pairs of blocks, which must not be compared all at once."""
 
     def forward(q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q, k, k, positions, positions, positions, positions)
+        return attention(
+            q, k, k, **dict.fromkeys(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"), positions)
+        )
 
     def temp_bytes(length: int) -> int:
         q, k = (jax.ShapeDtypeStruct((length, heads, 4), jnp.float32) for heads in (8, 1))

@@ -18,6 +18,7 @@ from tma_copy import tile_of, tma_copy
 
 from longctx.kernels.attention import mosaic_gpu as contiguous
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter, keys
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.work import Tile, Tiles
@@ -223,9 +224,9 @@ def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: 
         Tokens(jnp.broadcast_to(jnp.arange(n), (2, n)) + past, jnp.zeros((2, n), jnp.int32))
         for n, past in ((length, kv_length // 2), (kv_length, 0))
     ]
-    plan = contiguous.plan_mosaic_gpu(q.shape, k.shape, *tokens, True)
+    plan = contiguous.plan_mosaic_gpu(q.shape, k.shape, *tokens, AttentionRule(True, 1.0))
     q, operands, _, work, config, _ = arguments_of_kernel(
-        contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, True, 1.0, plan
+        contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, AttentionRule(True, 1.0), plan
     )
     block_q, block_kv = config.tile_config.block_q, config.tile_config.block_kv
     q = np.asarray(adapter.pad_for_tma(q, 1, block_q), np.float32)
