@@ -93,7 +93,7 @@ def with_sinks(state: tuple[Array, Array], sinks: Array | None) -> tuple[Array, 
 
 @functools.partial(jax.jit, inline=True)
 def _with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    sinks = sinks.astype(lse.dtype)
+    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
     peak = lax.stop_gradient(jnp.maximum(lse, sinks))
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
     weight = jnp.exp(lse - peak)

@@ -116,7 +116,11 @@ class PagedAttentionTestBase:
         arguments = q, k_pages, v_pages, *metadata
         with self.where():
             plan = plan_paged_attention(
-                heads, k_pages, *metadata, self.implementation, max_rows_per_sequence=max_rows_per_sequence
+                heads,
+                k_pages,
+                *metadata,
+                implementation=self.implementation,
+                max_rows_per_sequence=max_rows_per_sequence,
             )
             out, lse = paged_attention(*arguments, plan=plan)
         want_out, want_lse = paged_attention(*arguments, implementation="reference")

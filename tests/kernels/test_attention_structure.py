@@ -85,7 +85,7 @@ def test_no_tile_has_both_parts_of_a_zigzag_shard(half: int) -> None:
     positions = jnp.append(jnp.arange(half), 3 * half + jnp.arange(half))
     q = jnp.ones((2 * half, 1, 8))
     v = q.at[half:].set(jnp.nan)
-    out, _ = attention(q, q, v, positions, positions, implementation="xla")
+    out, _ = attention(q, q, v, q_positions=positions, kv_positions=positions, implementation="xla")
     np.testing.assert_allclose(out[:half], 1, rtol=1e-6)
 
 

@@ -194,7 +194,9 @@ def test_queries_of_rows_over_pages_arrive(group: int, q_sequence: np.ndarray) -
     operands = check_paged_operands(q, pages, pages, table, None, lengths, positions, q_sequence.astype(np.int32), 0)
     operands = jax.tree.map(jnp.asarray, operands)
     plan = plan_paged(operands)
-    rows, _, _, work, config, _ = arguments_of_kernel(paged, paged.mosaic_gpu_paged_attention, operands, 1.0, plan)
+    rows, _, _, work, config, _ = arguments_of_kernel(
+        paged, paged.mosaic_gpu_paged_attention, operands, AttentionRule(True, 1.0), plan
+    )
     rows = np.asarray(adapter.pad_for_tma(rows, 1, config.tile_config.block_q), np.float32)
     tiles = np.asarray(work.tiles)
     arrived = np.zeros((len(tiles), config.tile_config.block_q, KV_HEADS, HEAD_SIZE))

@@ -135,8 +135,8 @@ def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
             assert whole or not full_start <= block < full_stop
             # What the kernel's mask compares.
             positions, segments = (np.asarray(x[0, keys]) for x in tokens)
-            last, segment = (np.asarray(x[tile, : own.stop - own.start]) for x in rows)
-            mask = (positions <= last[:, None]) & (segments == segment[:, None])
+            last, segment, *first = (np.asarray(x[tile, : own.stop - own.start])[:, None] for x in rows)
+            mask = (positions <= last) & (segments == segment) & (positions >= (first[0] if first else -(2**31)))
             np.testing.assert_array_equal(mask[:, : part.shape[1]], part)
             assert not mask[:, part.shape[1] :].any()
 
