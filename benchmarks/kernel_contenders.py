@@ -156,7 +156,7 @@ def attention_mgpu(case: Case, sets: list[Operands]) -> Prepared:
 
 
 def torch_flash(case: Case, sets: list[Operands]) -> Prepared:
-    """torch's `scaled_dot_product_attention` with its flash backend, on the same memory."""
+    """PyTorch's `scaled_dot_product_attention` with its flash backend, on the same memory."""
     try:
         import torch
     except ImportError:

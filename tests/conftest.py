@@ -4,6 +4,7 @@ pyproject.toml makes warnings errors.
 """
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -16,6 +17,10 @@ from longctx.gpu_flags import xla_knows
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A client of httpx reads all certificates that there are, which takes 40 ms; tests ask servers of this machine alone,
+# and need none: the folder has none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 # Tests compile much and compute little: LLVM's passes are left out, and fusions are emitted to it without MLIR, each
 # program in one piece (`users_fusions` is for tests that look at fusions). A GPU's programs are compiled as ever. JAX
 # aborts on a flag that its XLA does not have: newer ones always emit fusions by MLIR.
@@ -79,6 +84,21 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 50)  # what JAX keeps grows too; by default a twentieth of the time goes into collections
+
+
+MOST_RESIDENT = 1_500_000_000  # bytes of a worker, beyond which a module's programs go with it
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """JAX keeps every program that it has compiled: without this, a worker would end with 5 GB of them."""
+    if nextitem is None or nextitem.path == item.path:
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > MOST_RESIDENT:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

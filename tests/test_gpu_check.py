@@ -155,10 +155,10 @@ def test_the_time_of_a_stage_is_kept(fakes: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_stage_leaves_the_next_ones_have(tmp_path: Path) -> None:
     run = Run(tmp_path, CASES, minutes=9.5, rehearse=True)
-    ends = [round(run._end_of(stage) - run._began) for stage in STAGES if stage != "rings"]
+    ends = [round(run.end_of(stage) - run.began) for stage in STAGES if stage != "rings"]
     assert ends == [30, 210, 360, 510, 570]
     run.record["cases"]["device/versions"]["figures"] = {"devices": 8}
-    assert round(run._end_of("rings") - run._began) == 570
+    assert round(run.end_of("rings") - run.began) == 570
 
 
 def test_workers_that_do_not_start_end_the_run(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_worker_ends_with_its_run(fakes: Path) -> None:
     assert worker.reply(time.monotonic() + 60) == {"ready": True}
     worker.ask(fake("hangs", "hangs"))
     assert worker.reply(time.monotonic() + 60) == {"figures": {"before": 1}}
-    process = worker._process
+    process = worker.process
     threading.Thread(target=process.stdin.close).start()
     assert process.wait(60) == 0
 

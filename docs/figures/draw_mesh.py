@@ -1,5 +1,6 @@
-"""Draw the figures of docs/parallel_plans.md from runs of the built-in model on 8 CPU devices, with matplotlib:
-`python docs/figures/draw_mesh.py`.
+"""Draw the figures of docs/parallel_plans.md from runs of the built-in model on 8 CPU devices.
+
+`python docs/figures/draw_mesh.py`, with matplotlib.
 """
 
 import argparse

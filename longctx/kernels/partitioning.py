@@ -106,7 +106,7 @@ def partitioned(function: Function, rule: Rule, fold: Fold | None, *operands: Ar
 
 
 def match_sharding(x: Array, like: Array) -> Array:
-    """x with the sharding of the type of `like`, which has its shape; only Explicit axes are in types."""
+    """Return x with the sharding of the type of `like`, which has its shape; only Explicit axes are in types."""
     found, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
     return x if found == wanted or AxisType.Explicit not in wanted.mesh.axis_types else jax.sharding.reshard(x, wanted)
 
@@ -121,11 +121,13 @@ def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
     if axis_name is not None:
         axes |= {axis_name}
 
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(functools.partial(vary_over, axes), operands)
 
-    return jax.tree.map(cast, operands)
+
+def vary_over(axes: frozenset[str], x: Array) -> Array:
+    """Inside `shard_map`, cast an array to vary over these mesh axes too."""
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _over_explicit_axes(function: Function, rule: Rule, operands: Sequence[Array], mesh: AbstractMesh) -> Any:

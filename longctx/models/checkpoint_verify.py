@@ -1,14 +1,13 @@
-"""Checks of a whole checkpoint directory or GGUF file: weights, tokenizer, SHA-256 sums; and fingerprints of files."""
+"""Checks of a whole checkpoint directory or GGUF file: weights and tokenizer; and fingerprints of files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from longctx.models.gguf import GgufReader, require_gguf
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import SCALE_SUFFIX
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader, list_tensors
-from longctx.models.validation import check_directory, is_file, is_gguf, read_text, shown
+from longctx.models.validation import check_directory, is_file, is_gguf, shown
 
 Progress = Callable[[int, int], None]
 """Called with the number of tensors that are read, and of all."""
@@ -31,7 +30,7 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
 
     It checks what `load_checkpoint` and `load_tokenizer` check, and goes on after the first problem: config, index,
     headers, and every tensor's name, shape, dtype and place. Beyond that it looks for weights that are NaN or infinite,
-    for token ids without an embedding, renders the chat template, and compares the SHA-256 sums that a directory has.
+    for token ids without an embedding, and renders the chat template.
 
     Args:
       directory: a local directory as `save_pretrained` writes it, or a file `*.gguf`.
@@ -66,7 +65,6 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
         problems.append(str(error))
     problems += weight_problems(directory, config, progress)
     problems += tokenizer_problems(directory, None if config is None else config.vocab_size)
-    problems += checksum_problems(directory)
     return [" ".join(problem.split()) for problem in problems]
 
 
@@ -124,61 +122,6 @@ def _value_problems(reader: TensorReader, name: str) -> Iterator[str]:
     if wrong:
         file = reader.tensors[name].file
         yield f"{file}: tensor {shown(name)} has {wrong} values of {total} that are NaN or infinite"
-
-
-_LISTS = ("SHA256SUMS", "SHA256SUMS.txt", "sha256sums.txt", "*.sha256")
-_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
-_SUM = re.compile(r"[0-9a-f]{64}")
-
-
-def checksum_problems(directory: Path) -> Iterator[str]:
-    """Compare files with the SHA-256 sums that lists of `sha256sum` and the cache of the Hugging Face hub have."""
-    try:
-        for source, name, expected in _expected_sums(directory):
-            problem = f"{source}: {name}" if expected is None else _sum_difference(directory, source, name, expected)
-            if problem is not None:
-                yield problem
-    except OSError as error:
-        yield f"{directory} cannot be searched for SHA-256 sums: {error}"
-
-
-def _sum_difference(directory: Path, source: Path, name: str, expected: str) -> str | None:
-    path = directory / name
-    try:
-        if not is_file(path):
-            return f"{source} has a sum of {name!r}, which is not in {directory}"
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    except ValueError as error:
-        return str(error)
-    return None if found == expected else f"{path}: its SHA-256 is {found}, that in {source} is {expected}"
-
-
-def _expected_sums(directory: Path) -> Iterator[tuple[Path, str, str | None]]:
-    """Source, file name and sum; or source, what is wrong with it, and None."""
-    for path in sorted({path for pattern in _LISTS for path in directory.glob(pattern)}):
-        try:
-            lines = [line for line in read_text(path).splitlines() if line.strip()]
-        except (FileNotFoundError, ValueError) as error:
-            yield path, str(error), None
-            continue
-        for line in lines:
-            found = _LINE.fullmatch(line)
-            name = PurePosixPath((found and found[2]) or path.stem)
-            if found is None or name.is_absolute() or ".." in name.parts:
-                yield path, f"{line[:80]!r} is not a SHA-256 sum and the name of a file in this directory", None
-            else:
-                yield path, str(name), found[1].lower()
-    for path in sorted(directory.glob(".cache/huggingface/download/*.metadata")):
-        if (directory / path.stem).is_file() and path.is_file():
-            lines = path.read_bytes()[:1000].decode(errors="replace").splitlines()
-            if len(lines) > 1 and _SUM.fullmatch(lines[1]):
-                yield path, path.stem, lines[1]
-    for path in sorted(directory.iterdir()):
-        if path.is_symlink() and path.is_file() and _SUM.fullmatch(path.resolve().name):
-            yield path.resolve(), path.name, path.resolve().name
 
 
 _PLACES, _BYTES = 64, 4096  # number and size of the samples that are read of a file of tensors

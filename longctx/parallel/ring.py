@@ -153,7 +153,7 @@ def _add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _to_words(x: Array, message: tuple[Array, ...]) -> Array:
-    """x as 16-bit words where the message has several dtypes, else as it is."""
+    """Return x as 16-bit words where the message has several dtypes, else as it is."""
     return x if len({y.dtype for y in message}) == 1 else lax.bitcast_convert_type(x, jnp.uint16)
 
 

@@ -44,8 +44,13 @@ def test_a_step_on_one_gpu_is_one_command_buffer_and_copies_no_weights(tmp_path:
 
 
 # Kernels of a level, its product with the head included, at most.
-@pytest.mark.parametrize(("level", "most"), [(SamplingLevel.TEMPERATURE, 12), (SamplingLevel.LOGPROBS, 140)], ids=str)
-@pytest.mark.parametrize("flags", ["", xla_flags()], ids=["default flags", "our flags"])
+@pytest.mark.parametrize(
+    ("level", "most", "flags"),
+    [
+        pytest.param(SamplingLevel.TEMPERATURE, 12, xla_flags(), id="temperature, our flags"),
+        pytest.param(SamplingLevel.LOGPROBS, 140, "", id="logprobs, default flags", marks=pytest.mark.slow),
+    ],
+)
 def test_sampling_on_one_gpu_is_one_command_buffer(tmp_path: Path, level: SamplingLevel, most: int, flags: str) -> None:
     """With any flags: there is no loop and no branch in it."""
     found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), flags, level)

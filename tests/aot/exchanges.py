@@ -23,7 +23,7 @@ from longctx.parallel.ring import ring_shift
 T, S, HEADS, KV_HEADS, SIZE = 4096, 16384, 8, 8, 128
 KV_BYTES = S * 2 * KV_HEADS * SIZE * 2
 STATE_BYTES = T * HEADS * (SIZE + 1) * 4
-RANKS = [4, pytest.param(8, marks=pytest.mark.slow)]  # a ring is unrolled: 8 hops compile twice as long
+RANKS = [3, pytest.param(8, marks=pytest.mark.slow)]  # a ring is unrolled: more hops compile longer
 
 
 @functools.cache
@@ -31,7 +31,6 @@ def program(  # type: ignore[no-untyped-def]
     compute: Callable[..., object],
     ranks: int,
     backward: bool = False,
-    kv_length: int = S,
     rows: int = T,
     replicated: bool = False,
 ):
@@ -44,8 +43,8 @@ def program(  # type: ignore[no-untyped-def]
         return jax.grad(lambda *x: jnp.sum(mapped(*x, *positions)[0].astype(jnp.float32)), (0, 1, 2))(q, k, v)
 
     shapes = [((q_ranks * rows, HEADS, SIZE), "bfloat16")]
-    shapes += [((ranks * kv_length, KV_HEADS, SIZE), "bfloat16")] * 2
-    shapes += [((q_ranks * rows,), "int32"), ((ranks * kv_length,), "int32")]
+    shapes += [((ranks * S, KV_HEADS, SIZE), "bfloat16")] * 2
+    shapes += [((q_ranks * rows,), "int32"), ((ranks * S,), "int32")]
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for (shape, dtype), spec in zip(shapes, specs, strict=True)
@@ -78,13 +77,10 @@ def test_bytes_on_the_wire(ranks: int) -> None:
     assert [x.sent for x in permutes(ring_pass_q, ranks)] == [T * HEADS * SIZE * 2] * (ranks - 1)
     (home,) = (x for x in collectives(program(ring_pass_q, ranks).as_text(), ranks) if x.opcode == "all-to-all")
     assert home.sent == (ranks - 1) * STATE_BYTES
-    for kv_length in (S, 2 * S):
-        gather = program(
-            functools.partial(kvp_attention, merge="gather"), ranks, kv_length=kv_length, rows=64, replicated=True
-        )
-        assert [(x.opcode, x.sent) for x in collectives(gather.as_text(), ranks)] == [
-            ("all-gather", (ranks - 1) * STATE_BYTES * 64 / T)
-        ]
+    gather = program(functools.partial(kvp_attention, merge="gather"), ranks, rows=64, replicated=True)
+    assert [(x.opcode, x.sent) for x in collectives(gather.as_text(), ranks)] == [
+        ("all-gather", (ranks - 1) * STATE_BYTES * 64 / T)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +170,6 @@ def test_the_naive_ring_fails_these_tests() -> None:
 
 
 def test_all_gather_is_one_message_of_keys_and_values() -> None:
-    found = collectives(program(all_gather_kv, 8).as_text(), 8)
+    found = collectives(program(all_gather_kv, 3).as_text(), 3)
     assert {x.opcode for x in found} == {"all-gather"}
-    assert [x.sent for x in found if x.sent >= KV_BYTES] == [7 * KV_BYTES]
+    assert [x.sent for x in found if x.sent >= KV_BYTES] == [2 * KV_BYTES]

@@ -77,21 +77,21 @@ def check_products(text: str, fp8: int, others: int) -> None:
 )
 def test_every_product_of_a_quantised_model_is_one_fp8_call(sizes: tuple[int, int, int], rows: int) -> None:
     """Seven in a layer. The head, which isn't quantised, is in the program that samples."""
-    compiled = compile_quantized(SMALL, sizes, rows, 64, "all")
-    text, config, tensor = compiled.as_text(), SMALL, sizes[2]
-    check_products(text, fp8=7 * LAYERS, others=0)
+    config, layers, tensor = dataclasses.replace(SMALL, num_layers=2), 2, sizes[2]
+    text = compile_quantized(config, sizes, rows, 64, "all").as_text()
+    check_products(text, fp8=7 * layers, others=0)
     heads, kv_heads = (count * config.head_dim // tensor for count in (config.num_heads, config.num_kv_heads))
     ffn = config.intermediate_size // tensor
     outputs = [int(n) for n in re.findall(rf"= \(f32\[{rows},(\d+)\].* custom-call.*{re.escape(FP8_CALL)}", text)]
-    assert sorted(outputs) == sorted(LAYERS * [heads, kv_heads, kv_heads, config.hidden_size, ffn, ffn, 4096])
+    assert sorted(outputs) == sorted(layers * [heads, kv_heads, kv_heads, config.hidden_size, ffn, ffn, 4096])
     if tensor > 1:  # the maxima of rows that are shared: a float32 for each; and the embedding
         sent = [x.sent for x in collectives(text, tensor) if not x.within]
-        assert sorted(sent) == [4.0 * rows] * 2 * LAYERS + [2.0 * rows * SMALL.hidden_size] * (2 * LAYERS + 1)
+        assert sorted(sent) == [4.0 * rows] * 2 * layers + [2.0 * rows * config.hidden_size] * (2 * layers + 1)
 
 
 @pytest.mark.slow
 def test_a_step_of_one_row_multiplies_in_fp8() -> None:
-    """Alone, a row would have its weights converted to float32. (The head's product is a sum then.)"""
+    """Alone, a row would have its weights converted to float32, and the head's product is a sum."""
     check_products(compile_quantized(SMALL, (1, 1, 1), 1, 64, "all").as_text(), fp8=7 * LAYERS, others=0)
 
 

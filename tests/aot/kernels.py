@@ -21,14 +21,6 @@ from longctx.kernels import attention, explain, paged_attention, plan_attention,
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
 from longctx.parallel import ring_pass_kv, ring_pass_q
 
-# One of each kind of tile, split and not, folded and not; the others are slow.
-FEW = [
-    "mha/tp1/prefill@16k",
-    "llama3-70b/tp8/chunk64@1m",
-    "llama3-8b/tp1/decode@128k/b32",
-]
-NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SHAPES]
-
 
 @pytest.fixture
 def dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -62,7 +54,8 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes(name: str, dumped: Path) -> None:
     shape = SHAPES[name]
     compiled = compile_for_h100(*program_of(shape))
@@ -85,8 +78,11 @@ def test_named_shapes(name: str, dumped: Path) -> None:
         pytest.param("odd/chunk", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_call_with_a_plan_is_its_kernels(name: str, most: int) -> None:
-    """XLA operations round them: at most the transposition of q, and slices where lengths are no whole tiles."""
+def test_a_call_with_a_plan_is_its_kernels(name: str, most: int, dumped: Path) -> None:
+    """One of each kind of tile: split and not, folded and not. Their machine code is sound.
+
+    XLA operations round them: at most the transposition of q, and slices where lengths are no whole tiles.
+    """
     shapes = {"odd/prefill": ((3000, 32, 128), (3000, 8, 128)), "odd/chunk": ((300, 6, 128), (5000, 2, 128))}
     q_shape, kv_shape = shapes[name] if name in shapes else (SHAPES[name].q_shape, SHAPES[name].kv_shape)
     q, k = array(jnp.bfloat16, *q_shape), array(jnp.bfloat16, *kv_shape)
@@ -101,6 +97,7 @@ def test_a_call_with_a_plan_is_its_kernels(name: str, most: int) -> None:
     ]
     assert len(found) <= most, found
     assert sum("mosaic" in line and "custom-call(" in line for line in entry) in (1, 2)
+    check_kernels(dumped)
 
 
 @pytest.mark.parametrize(

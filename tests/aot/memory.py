@@ -61,7 +61,7 @@ def test_8b_fits_or_is_refused_before_it_is_loaded(
 
 
 def compile_step(llama: LlamaConfig, config: EngineConfig, mesh: Mesh, pages: int, length: int) -> list[Any]:
-    """The programs of the largest steps, as `MeshModelRunner` compiles them."""
+    """The programs of the largest steps, as `ModelRunner` compiles them."""
     entries, dtype = -(-length // config.page_size), jnp.dtype(jnp.bfloat16)
     shapes = StepShapes(llama, config, ParallelPlan(), pages, entries, 2)
     sizes = config.max_running, entries, sum(shapes.largest)
@@ -105,7 +105,7 @@ def check_fit(
 
 
 def test_pages_leave_room_for_the_programs_of_a_small_device(capfd: pytest.CaptureFixture[str]) -> None:
-    llama = LlamaConfig(1024, 512, 1024, 2, 8, 2, 128, max_positions=8192)
+    llama = LlamaConfig(1024, 512, 1024, 1, 8, 2, 128, max_positions=8192)
     check_fit(llama, EngineConfig(token_budget=128, max_running=16, max_logprobs=0), GIB // 4, 8192, capfd)
 
 

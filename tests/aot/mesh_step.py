@@ -24,6 +24,7 @@ from longctx.models.sharded_params import device_config
 from longctx.models.validation import FP8_KV
 from longctx.parallel.topology import AXES
 from longctx.serving.distributed.mesh import arrange_devices
+from longctx.serving.request.sampling_params import SamplingLevel
 from longctx.serving.runner.step_inputs import Shape
 
 # With more than 80 % of a device's 85 GB in use, XLA's scheduler has too little memory left to overlap messages.
@@ -65,7 +66,7 @@ class Sent(NamedTuple):
 
 CUBE, POD = (2, 2, 2), (4, 4, 8)
 CASES = [
-    Case("llama-3-8b", CUBE, (512, 64, 64), 224, num_layers=4),
+    Case("llama-3-8b", CUBE, (512, 64, 64), 224, num_layers=2),
 ]
 MORE_CASES = [
     Case("llama-3-8b", CUBE, (512, 64, 64), 224),
@@ -203,24 +204,31 @@ def test_more_steps_have_the_expected_collectives(case: Case) -> None:
     check(case)
 
 
-def test_only_filters_and_logprobs_gather_logits() -> None:
+@pytest.mark.parametrize(
+    "level",
+    [
+        SamplingLevel.TEMPERATURE,
+        SamplingLevel.FILTERS,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (SamplingLevel.GREEDY, SamplingLevel.LOGPROBS)),
+    ],
+    ids=lambda level: level.name,
+)
+def test_only_filters_and_logprobs_gather_logits(level: SamplingLevel) -> None:
     """Sampling by temperature reduces one more number a row than greedy sampling, over the vocabulary's shards."""
     mesh, config = h100_mesh(stage=1, context=2, tensor=4), LlamaConfig.preset("llama-3-8b")
     shape = make_shape(mesh, (0, 0, 64), 4096)
-    found = {}
-    for level, compiled in compile_sampling(mesh, shape, jnp.bfloat16, config).items():
-        text = compiled.as_text()
-        assert not re.search(r" (conditional|sort|while)\(", text)
-        found[level.name] = [(x.opcode, x.axes(mesh.shape), x.sent) for x in collectives(text, mesh.size)]
+    text = compile_sampling(mesh, shape, jnp.bfloat16, config, [level])[level].as_text()
+    assert not re.search(r" (conditional|sort|while)\(", text)
+    found = [(x.opcode, x.axes(mesh.shape), x.sent) for x in collectives(text, mesh.size)]
     row, logits = shape.samples * F32, shape.samples * config.vocab_size * F32
     reduced = ("all-reduce", ("tensor",), 2 * 3 / 4 * row)
     tokens = ("all-gather", ("context",), row)
-    assert found["GREEDY"] == [*[reduced] * 2, tokens]
-    assert found["TEMPERATURE"] == [*[reduced] * 3, tokens]
-    assert found["FILTERS"] == [("all-gather", ("tensor",), 3 / 4 * logits), tokens]
-    # One all-gather may carry the log probabilities too.
-    gathered = sum(sent for _, axes, sent in found["LOGPROBS"] if axes == ("context",))
-    assert gathered == row * (2 + 2 * TOP)
+    if level is SamplingLevel.LOGPROBS:  # one all-gather may carry the log probabilities too
+        assert sum(sent for _, axes, sent in found if axes == ("context",)) == row * (2 + 2 * TOP)
+    else:
+        gathered = ("all-gather", ("tensor",), 3 / 4 * logits)
+        before = {"GREEDY": [reduced] * 2, "TEMPERATURE": [reduced] * 3, "FILTERS": [gathered]}
+        assert found == [*before[level.name], tokens]
 
 
 def check_host_traffic(mesh: Mesh, rows: tuple[int, int, int]) -> None:

@@ -64,9 +64,16 @@ def products(case: Callable[..., Any], kind: str, dtype: Any, folder: Path) -> d
     return gemms
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FEW = [(prefill, "A100"), (projection, "RTX 4090"), (prefill, "B200")]
+
+
 @pytest.mark.parametrize(
-    "case", [prefill, projection, *(pytest.param(x, marks=pytest.mark.slow) for x in (paged, gradients))]
+    ("case", "kind"),
+    [
+        pytest.param(case, kind, marks=() if (case, kind) in FEW else pytest.mark.slow)
+        for case in (prefill, projection, paged, gradients)
+        for kind in KINDS
+    ],
 )
 def test_tensor_cores_multiply_16_bit_floats(case: Callable[..., Any], kind: str, tmp_path: Path) -> None:
     for name, kernel in products(case, kind, "bfloat16", tmp_path).items():

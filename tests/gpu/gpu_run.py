@@ -43,7 +43,7 @@ class Worker:
         command = [sys.executable, str(HERE / "gpu_worker.py"), str(write), *["--rehearse"] * rehearse]
         self._log, self._start_of_output = log, log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[write], env=environment
             )
         os.close(write)
@@ -68,24 +68,24 @@ class Worker:
             raise TimeoutError from None
 
     def ask(self, case: Case) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         self._start_of_output = self._log.stat().st_size
         request = {"function": case.function, "arguments": case.arguments}
         with contextlib.suppress(BrokenPipeError):  # it has ended, and `reply` says so
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self.process.stdin.close()
 
     @property
     def ending(self) -> str:
         """How the process ended, and the last lines that it printed since the case began."""
-        status = self._process.wait()
+        status = self.process.wait()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         with self._log.open("rb") as log:
             log.seek(self._start_of_output)
@@ -109,7 +109,7 @@ class Run:
         self._log.unlink(missing_ok=True)
         self._worker: Worker | None = None
         self._start_failures = self._num_taken = 0
-        self._began, self._seconds = time.monotonic(), 60 * minutes
+        self.began, self._seconds = time.monotonic(), 60 * minutes
         self._stages = {case.stage for case in cases}
         self.record: dict[str, Any] = {
             "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -144,7 +144,7 @@ class Run:
         if self._worker is not None:
             self._end_worker()
         self.record["finished"] = self._num_taken == len(self.record["cases"])
-        self.record["seconds"] = round(time.monotonic() - self._began, 1)
+        self.record["seconds"] = round(time.monotonic() - self.began, 1)
         self._write()
 
     @property
@@ -158,17 +158,18 @@ class Run:
             return 0, f"needs {case.devices} GPUs, found {self.num_devices}"
         if self._start_failures > MAX_START_FAILURES:
             return 0, "workers do not start"
-        left = self._end_of(case.stage) - time.monotonic()
+        left = self.end_of(case.stage) - time.monotonic()
         if left < LEAST_SECONDS:
             return 0, "its stage's time was up"
         return min(case.limit, left), ""
 
-    def _end_of(self, stage: str) -> float:
+    def end_of(self, stage: str) -> float:
+        """When a stage's time is up, on the clock of `time.monotonic`."""
         used = [name for name in STAGES if name in self._stages and (name != "rings" or self.num_devices > 1)]
         if stage not in used:
-            return self._began + self._seconds
+            return self.began + self._seconds
         ends = list(accumulate(STAGES[name][0] for name in used))
-        return self._began + self._seconds * ends[used.index(stage)] / ends[-1]
+        return self.began + self._seconds * ends[used.index(stage)] / ends[-1]
 
     def _run(self, case: Case, seconds: float, result: Result) -> Result:
         until = time.monotonic() + seconds
@@ -201,7 +202,7 @@ class Run:
             reply = self._worker.reply(until)
         except TimeoutError:
             self._end_worker()
-            if until >= self._end_of(case.stage) - 1:
+            if until >= self.end_of(case.stage) - 1:
                 return {"status": "not run", "reason": f"cut off after {waited}: its stage's time was up"}
             return {"status": "hung", "reason": f"no answer in {waited}"}
         if reply is None:

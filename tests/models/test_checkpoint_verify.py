@@ -1,6 +1,5 @@
 """`verify` and `longctx doctor`: a sound checkpoint has no problem, and of a damaged one every problem is named."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from test_tokenizer import LLAMA3_TEMPLATE, byte_level, write
 from longctx.cli import main
 from longctx.models import LlamaConfig, load_tokenizer, verify
 from longctx.models.builtin import TINY
-from longctx.models.checkpoint_verify import checksum_problems, tokenizer_problems, weight_problems
+from longctx.models.checkpoint_verify import tokenizer_problems, weight_problems
 
 CASE = Case(vocab_size=320, layers=2)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -110,7 +109,6 @@ def test_all_damaged_files_are_listed(checkpoint: Path) -> None:
     (checkpoint / third).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     edit_json(checkpoint / "config.json", rms_norm_eps=-1)
     (checkpoint / "tokenizer.json").unlink()
-    (checkpoint / "SHA256SUMS").write_text(f"{'0' * 64}  config.json")
     assert_problems(
         verify(checkpoint),
         ["config.json", "rms_norm_eps"],
@@ -118,7 +116,6 @@ def test_all_damaged_files_are_listed(checkpoint: Path) -> None:
         [second, "truncated"],
         [third, "Git LFS pointer"],
         ["no tokenizer.json"],
-        ["config.json", "SHA-256"],
     )
 
 
@@ -169,60 +166,6 @@ def test_problems_of_tokenizers_are_found(checkpoint: Path, damage: Callable[[Pa
 
 ADDED = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
 ADDED |= {"id": 400, "content": "<far>"}
-
-
-# Sums
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def sum_list(directory: Path) -> Path:
-    source = directory / "SHA256SUMS"
-    source.write_text("".join(f"{sha256(directory / name)}  {name}\n" for name in ("config.json", WEIGHTS)))
-    return source
-
-
-def sum_alone(directory: Path) -> Path:
-    source = directory / f"{WEIGHTS}.sha256"
-    source.write_text(sha256(directory / WEIGHTS))
-    return source
-
-
-def hub_metadata(directory: Path) -> Path:
-    source = directory / ".cache/huggingface/download" / f"{WEIGHTS}.metadata"
-    source.parent.mkdir(parents=True)
-    source.write_text(f"{'0' * 40}\n{sha256(directory / WEIGHTS)}\n1700000000.0\n")
-    source.with_name("config.json.metadata").write_text(f"{'0' * 40}\n{'1' * 40}\n1700000000.0\n")  # git's own sum
-    return source
-
-
-def hub_blob(directory: Path) -> Path:
-    blob = directory.parent / "blobs" / sha256(directory / WEIGHTS)
-    blob.parent.mkdir()
-    (directory / WEIGHTS).rename(blob)
-    (directory / WEIGHTS).symlink_to(blob)
-    return blob
-
-
-@pytest.mark.parametrize("write_sums", [sum_list, sum_alone, hub_metadata, hub_blob])
-def test_files_are_compared_with_their_sums(checkpoint: Path, write_sums: Callable[[Path], Path]) -> None:
-    source = write_sums(checkpoint)
-    assert list(checksum_problems(checkpoint)) == []
-    data = bytearray((checkpoint / WEIGHTS).read_bytes())
-    data[-3] ^= 1  # the weight stays finite
-    (checkpoint / WEIGHTS).write_bytes(data)
-    assert_problems(checksum_problems(checkpoint), [WEIGHTS, "SHA-256 is", str(source)])
-
-
-def test_bad_lists_of_sums_are_named(checkpoint: Path) -> None:
-    digest = "a" * 64
-    lines = [f"{digest}  gone.bin", f"{digest}  ../outside", f"{digest}  /etc/passwd", "abc  config.json", ""]
-    (checkpoint / "SHA256SUMS").write_text("\n".join(lines))
-    (checkpoint / "x.sha256").write_bytes(b"\xff")
-    outside = [["../outside"], ["/etc/passwd"], ["abc"]]
-    assert_problems(checksum_problems(checkpoint), ["gone.bin", "not in"], *outside, ["x.sha256", "UTF-8"])
 
 
 # The command

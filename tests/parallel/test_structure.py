@@ -129,7 +129,7 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
 
 @pytest.mark.parametrize("exchange", [ring_pass_kv, ring_pass_q])
 def test_nothing_is_sent_of_no_keys(exchange: Callable[..., object]) -> None:
-    """jaxlib 0.11 for CPUs crashes as it compiles the gradient of a ring of nothing."""
+    """On CPUs jaxlib 0.11 crashes as it compiles the gradient of a ring of nothing."""
     assert sent(compiled(exchange, 3, backward=True, kv_length=0), 3) == {}
 
 

@@ -40,10 +40,9 @@ class OnlineSoftmax(NamedTuple):
     def absorb(
         self, q_rows: Array, k_block: Array, v_block: Array, rule: AttentionRule, seen: Array | None = None
     ) -> "OnlineSoftmax":
-        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
-        everywhere).
+        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so.
 
-        Masked values are multiplied by 0, so they must be finite.
+        None: everywhere. Masked values are multiplied by 0, so they must be finite.
         """
         scores = rule.scores(dot(q_rows, k_block.T))
         if seen is not None:

@@ -109,7 +109,7 @@ class Tile(NamedTuple):
     first: Array
 
     def rows(self, x: Array) -> Array:
-        """x `[B, T, K, G, ...]` -> `[R, ...]`."""
+        """Take the block of rows of x `[B, T, K, G, ...]`: `[R, ...]`."""
         block = lax.dynamic_slice(x, self._at(x, self.first), (1, self.tiling.q_block, 1, *x.shape[3:]))
         return block.reshape(-1, *x.shape[4:])
 

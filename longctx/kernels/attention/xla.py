@@ -35,8 +35,8 @@ def xla_attention(
 
     q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, and no length is 0.
 
-    k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
-    Given the `state` (out, lse) of other keys, the result is over those keys and these.
+    T, S > 0. k, v and keys may have B = 1 for any batch of q; k and v may be one array `[2, B, S, K, H]`, which holds
+    both. Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
     dtype, operands = wide_dtype(q.dtype), operand_dtype(q.dtype)
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.

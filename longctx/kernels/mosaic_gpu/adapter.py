@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
+from longctx.kernels.partitioning import vary_over
 
 # Layouts of wgmma accumulators: the tile, and its reductions to one value per row or per column.
 TILE = plgpu.Layout.WGMMA
@@ -81,14 +82,9 @@ def kernel(
         if interpreter:
             _check(interpreter, results)
         # Some versions drop the mesh axes that `out_type` asks for.
-        return [_vary_over(varying.varying, x) for x in results]
+        return [vary_over(varying.varying, x) for x in results]
 
     return checked
-
-
-def _vary_over(axes: frozenset[str], x: Array) -> Array:
-    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _check(interpreter: Interpreter, results: Any) -> None:
