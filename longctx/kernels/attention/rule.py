@@ -25,11 +25,11 @@ class AttentionRule(NamedTuple):
 
     def visible(self, queries: Tokens) -> Visible:
         """Return the keys that each query sees."""
-        positions, (before, after) = queries.positions, self.window
+        positions, (before, after) = jnp.asarray(queries.positions), self.window
         limits = jnp.iinfo(positions.dtype)
         first = None if before is None else jnp.maximum(positions, limits.min + before) - before
-        after = 0 if self.causal else after
         last = None if after is None else jnp.minimum(positions, limits.max - after) + after
+        last = positions if self.causal else last
         return Visible(first, last, queries.segments)
 
     def scores(self, products: Array) -> Array:
