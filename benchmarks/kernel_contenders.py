@@ -79,7 +79,9 @@ def contiguous(implementation: str) -> Contender:
             return prepare_jax(compute, case, sets, (), causal=False)
 
         def compute_causal(q: Array, k: Array, v: Array, q_positions: Array, kv_positions: Array) -> Array:
-            return attention(q, k, v, q_positions, kv_positions, implementation=implementation)[0]
+            return attention(
+                q, k, v, q_positions=q_positions, kv_positions=kv_positions, implementation=implementation
+            )[0]
 
         positions = jnp.asarray(case.q_positions), jnp.asarray(case.kv_positions)
         return prepare_jax(compute_causal, case, sets, positions, causal=True)

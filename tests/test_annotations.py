@@ -36,7 +36,9 @@ q, k, v = (numpy.standard_normal((6, heads, 8), np.float32) for heads in (4, 2, 
 for scale in (1, np.float32(1)):
     out = attention(q, k, v, scale=scale)[0]
 positions, segments = [0, 1, 2, 3, 4, 5], (0, 0, 0, 1, 1, -1)
-state = attention(q, k, v, positions, positions, segments, segments)
+state = attention(
+    q, k, v, q_positions=positions, kv_positions=positions, q_segment_ids=segments, kv_segment_ids=segments
+)
 merge_state(*state, *state)
 plan = plan_attention(jax.ShapeDtypeStruct(q.shape, q.dtype), k, positions, positions)
 attention(q, k, v, plan=plan)
