@@ -138,7 +138,7 @@ def fold_ring_and_return(
 def _shift_both(
     axis_name: str, block: tuple[Array, ...], ahead: int, total: tuple[Array, ...], behind: int
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Send a block and sums, which follow it, so many ranks on: in one message where the numbers are equal."""
+    """Send a block `ahead` ranks on and sums `behind` ranks on: in one message where both are equal."""
     if block and total and ahead == behind:
         arriving = ring_shift(axis_name, *block, *total, by=ahead)
         return arriving[: len(block)], arriving[len(block) :]
