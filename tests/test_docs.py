@@ -31,6 +31,7 @@ COMMAND = re.compile(r"^(\$ )?(longctx|pip|python3?|make|srun|sbatch|kubectl|exa
 QUICK = (
     "README.md",
     "docs/how_to/choose_a_plan.md",
+    "docs/recipes.md",
     "docs/scheduling.md",
     "docs/simulation.md",
     "docs/simulation_baselines.md",
