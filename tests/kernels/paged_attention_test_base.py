@@ -49,8 +49,9 @@ class PagedAttentionTestBase:
         few = settings(max_examples=cls.half_examples)
         dtype = st.sampled_from(["bfloat16", "float16"])
         cls.test_half_precision_is_as_good_as_dense = few(given(cases(cls.half_shapes), dtype, st.booleans())(half))
-        merge_cases = given(cases(cls.shapes[:1]), st.integers(1, 4), st.integers(0, 2**32 - 1))
-        cls.test_ranks_with_some_of_the_pages_merge = settings(max_examples=cls.merge_examples)(merge_cases(merge))
+        if cls.merge_examples:
+            merge_cases = given(cases(cls.shapes[:1]), st.integers(1, 4), st.integers(0, 2**32 - 1))
+            cls.test_ranks_with_some_of_the_pages_merge = settings(max_examples=cls.merge_examples)(merge_cases(merge))
         if cls.supports_float32:
             some = settings(max_examples=cls.examples)
             cls.test_float32_agrees_with_oracle = some(given(cases(cls.shapes))(float32))

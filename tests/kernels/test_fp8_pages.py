@@ -44,10 +44,11 @@ def run_fp8(
     return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@given(case=cases(SHAPES))
-@settings(max_examples=8)
-def test_float32_agrees_with_oracle(implementation: str, case: Case) -> None:
+@pytest.mark.parametrize(("implementation", "shapes"), [("xla", SHAPES), ("reference", SHAPES[3:])])
+@given(data=st.data())
+@settings(max_examples=6)
+def test_float32_agrees_with_oracle(implementation: str, shapes: list[Shape], data: st.DataObject) -> None:
+    case = data.draw(cases(shapes))
     rounded, pages = fp8_case(case)
     assert error(run_fp8(case, pages, jnp.float32, implementation), oracle(rounded)) < 1e-5
 
@@ -73,7 +74,7 @@ def test_half_precision_is_as_good_as_dense(case: Case, dtype: str) -> None:
 
 # Pages smaller and larger than a block of keys, groups whose rows are no multiple of 8.
 MOSAIC_GPU_SHAPES = (
-    Shape(rows=20, heads=3, kv_heads=1, size=64, page_size=32, sequences=3, entries=5, index_given=True),
+    Shape(rows=7, heads=3, kv_heads=1, size=64, page_size=32, sequences=2, entries=5, index_given=True),
     Shape(rows=9, heads=4, kv_heads=1, size=128, page_size=256, sequences=2, entries=2, index_given=False),
     Shape(rows=7, heads=2, kv_heads=1, size=256, page_size=64, sequences=3, entries=3, index_given=False),
 )

@@ -59,7 +59,7 @@ def check_blocks(tiles: Tiles, heads: int, found: dict[tuple[int, int], list[Par
 
 
 @given(drawn_tiles(), st.sampled_from([1, 3]), st.sampled_from([1, 4, 20]))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_workers: int) -> None:
     work = equal_shares(tiles, heads, num_workers)
     found, loads = blocks_of(work)
@@ -77,7 +77,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_worke
 
 
 @given(drawn_tiles(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 4, 20]))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_whole_items_are_distributed_longest_first(tiles: Tiles, heads: int, num_workers: int) -> None:
     work = whole_items(tiles, heads, num_workers)
     found, loads = blocks_of(work)

@@ -180,7 +180,9 @@ def test_manual_axes_beside_others(rest: AxisType) -> None:
 
 
 @pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), pytest.param((AUTO, EXPLICIT), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["both", "replicated", pytest.param("batch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["both", *(pytest.param(name, marks=pytest.mark.slow) for name in ("replicated", "batch"))]
+)
 def test_explicit_axes_beside_automatic_ones(kinds: tuple[AxisType, AxisType], name: str) -> None:
     """Outside `jax.shard_map`, and mapped by `jax.vmap`."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -222,7 +224,7 @@ def test_vmap_shares_what_is_not_mapped() -> None:
     compare(got, want)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
 def test_scan_and_remat_of_sharded_arrays(kind: AxisType) -> None:
     """As layers of a model are trained: nothing moves, and gradients are those of one device."""
     xs = place(mesh_of(2, 2, kind), SPECS["both"], arrays((2,), 4, 2))

@@ -31,7 +31,7 @@ def attend(implementation: str, with_plan: bool, masks: Any) -> Any:
 attend_under_jit = jax.jit(attend, static_argnums=(0, 1))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 @given(st.booleans(), STARTS, STARTS, st.sampled_from([1, 2**32 + 1]))
 @example(False, 2**32, 0, 1)  # all keys that are not padding are seen by queries of their segment
 @settings(max_examples=6)

@@ -30,11 +30,12 @@ PAIRWISE = [
     Case("mistral", kv_heads=2, tied=False, rope="none"),
     Case("mistral", kv_heads=1, tied=False, rope="llama3", head_dim=16),
 ]
+FEW = [PAIRWISE[i] for i in (0, 1, 5, 8, 9, 12)]  # every value of any column
 GRID = [Case(*values) for values in itertools.product(["llama", "qwen2"], [8, 2, 1], [False, True], ROPES)]
-REST = [pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in PAIRWISE]
+REST = [pytest.param(case, marks=pytest.mark.slow) for case in dict.fromkeys(PAIRWISE + GRID) if case not in FEW]
 
 
-@pytest.mark.parametrize("case", [*PAIRWISE, *REST], ids=lambda case: str(case))
+@pytest.mark.parametrize("case", [*FEW, *REST], ids=lambda case: str(case))
 def test_float32_logits_and_greedy_tokens(case: Case, tmp_path: Path) -> None:
     reference = case.write(tmp_path)
     model, params = load_checkpoint(tmp_path)
@@ -58,7 +59,7 @@ def assert_tokens_agree(tokens: np.ndarray, expected: np.ndarray, reference_logi
             assert first - second < 1e-4
 
 
-@pytest.mark.parametrize("case", [*PAIRWISE[2:5], PAIRWISE[9]], ids=lambda case: str(case))
+@pytest.mark.parametrize("case", PAIRWISE[4:10:5], ids=lambda case: str(case))
 def test_bfloat16_is_as_good_as_transformers(case: Case, tmp_path: Path) -> None:
     half = case.build().to(torch.bfloat16)
     half.save_pretrained(tmp_path)
