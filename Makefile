@@ -128,10 +128,7 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.engine_mesh
 	$(BIN)/python -m benchmarks.step_channel
-	$(BIN)/python -m benchmarks.prefix_cache
 	$(BIN)/python -m benchmarks.tiers
-	$(BIN)/python -m benchmarks.common_prefix
-	$(BIN)/python -m benchmarks.scheduling
 	$(BIN)/python -m benchmarks.first_question --model $(MODEL)
 	$(BIN)/python -m benchmarks.mixed_load
 

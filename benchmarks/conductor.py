@@ -1,8 +1,8 @@
-"""Decisions of the conductor a second, on one core: `python -m benchmarks.conductor [--trace TRACE.jsonl]`.
+"""Decisions of the conductor a second, on one core: `python -m benchmarks.conductor`.
 
 64 instances of LLaMA2-70B on 8 x A800 each by the roofline, half of them prefill and half decode, and a prefix index
-of a million blocks. Requests are those of a trace in Mooncake's form, over and over at a rate that the cluster can
-just bear, or drawn: conversations that go on, 8,000 tokens on average, half of them seen before. A decision is
+of a million blocks. Requests are drawn: conversations that go on, 8,000 tokens on average, half of them seen before, at
+a rate that the cluster can just bear. A decision is
 `assign`, and all else that a served request asks of the conductor: `prefilled`, `finished`, and a report of each
 instance every second. Each prompt's blocks are stored in the index, by KV events; these are not in the time.
 """
@@ -11,10 +11,8 @@ import argparse
 import gc
 import heapq
 import itertools
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -26,17 +24,17 @@ from longctx.cluster.conductor.overload import ADMISSION_RULES
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 
 LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
 CHUNK, DECODE_TOKENS, BANDWIDTH = 8192, 1_300_000, 100e9
-TRACE_BLOCK = 512
 
 
 def make_cluster(instances: int, policy: str, admission: str, block: int, held: int) -> tuple[Conductor, PrefixIndex]:
     """Half of the instances prefill; each of those holds `held` blocks that no request of the benchmark has."""
-    predictor, plan = roofline(LLAMA_70B, GPUS["A100"], CHUNK, tensor=8), ParallelPlan(tensor=8)
+    predictor, plan = roofline(LLAMA_70B, Topology.preset("a100-nvlink"), CHUNK, tensor=8), ParallelPlan(tensor=8)
     rng, index = np.random.default_rng(1), PrefixIndex()
     conductor = Conductor(ConductorConfig(policy, admission), index)  # type: ignore[arg-type]
     for i in range(instances):
@@ -63,18 +61,6 @@ def drawn_requests(count: int, block: int) -> Iterator[tuple[int, int, np.ndarra
         conversations[at] = np.concatenate([conversations[at], rng.integers(0, 2**64, more, np.uint64)])
         keys = conversations[at][: 128_000 // block]
         yield len(keys) * block + int(rng.integers(1, block)), int(rng.exponential(200)) + 1, keys
-
-
-def trace_requests(path: Path, count: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Those of a trace, whose blocks of 512 tokens become several of `block`; every time round they are others."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    parts = np.arange(TRACE_BLOCK // block, dtype=np.uint64)
-    for number, line in zip(range(count), itertools.cycle(lines), strict=False):
-        base = np.uint64(number // len(lines) << 40)
-        ids = np.array(line["hash_ids"], np.uint64)
-        keys = ((ids[:, None] * np.uint64(len(parts)) + parts + base) * np.uint64(0x9E3779B97F4A7C15)).ravel()
-        tokens = max(2, line["input_length"])
-        yield tokens, max(1, line["output_length"]), keys[: tokens // block]
 
 
 def measure(
@@ -128,13 +114,11 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=64)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--rate", type=float, default=60.0, help="requests a second of virtual time")
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block; with --trace a divisor of 512")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="that the index holds beside")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's form, JSONL; default: drawn conversations")
     options = parser.parse_args()
     count, block = options.requests, options.block
-    drawn = trace_requests(options.trace, count, block) if options.trace else drawn_requests(count, block)
-    lengths = [*drawn]
+    lengths = [*drawn_requests(count, block)]
     print(f"{options.instances} instances, {count:,} requests, {options.blocks:,} other blocks in the index\n")
     cases = [(each, "none") for each in POLICIES]
     cases += [(POLICIES[-1], each) for each in ADMISSION_RULES if each != "none"]

@@ -1,4 +1,4 @@
-"""Context parallelism on 8 CPU devices, in one run: `python -m benchmarks.context_parallel --peer .peer/bin/python`.
+r"""Context parallelism on 8 CPU devices, in one run: `python -m benchmarks.context_parallel --peer .peer/bin/python`.
 
 4 heads of 64, float32, causal; operands are sharded beforehand, and one compiled call of attention is timed.
 The devices share this machine's cores, so the ideal is the best single program: the better of one device and a ring of
@@ -10,7 +10,7 @@ of columns), and times are medians over the rounds. In decode a sequence's own k
 are left out. It runs in a process of its own (`ringattention_peer.py`), which takes turns with the rest. To make one:
 
     python3.11 -m venv .peer
-    .peer/bin/pip install ringattention==0.1.2 jax==0.4.35 jaxlib==0.4.35 flax==0.10.2 optax==0.2.4 \\
+    .peer/bin/pip install ringattention==0.1.2 jax==0.4.35 jaxlib==0.4.35 flax==0.10.2 optax==0.2.4 \
         orbax-checkpoint==0.10.3 chex==0.1.88
 """
 

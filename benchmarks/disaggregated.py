@@ -3,8 +3,8 @@
 Clients stream short answers without a pause while prompts of 30,000 tokens arrive, one after another. Each server is a
 process that is pinned to one core of a CPU, its device:
 
-- apart: one server reads the long prompts (`--role prefill`), the other one does all else (`--role decode
-  --prefill-from`). All requests go to the second one.
+- apart: one server reads the long prompts (`--role prefill`), the other one does all else (`--role decode`). All
+  requests go to the second one; long ones by `/resume`, as a cluster's router sends them.
 - replicas: two servers that do everything; each gets half of the short ones' clients and every other long prompt.
   That is what the same two devices are used for without transfers: both have a whole model either way.
 
@@ -77,7 +77,21 @@ async def stream(client: httpx.AsyncClient, url: str, sent: dict[str, Any]) -> l
     return times
 
 
-async def run_round(urls: list[str], num_clients: int, num_long: int, gap: float, seed: int) -> Round:
+async def resume(client: httpx.AsyncClient, url: str, reader: str, tokens: list[int]) -> list[float]:
+    """When lines of events came of a request whose prompt another server reads."""
+    sampling = {"max_tokens": LONG_ANSWER, "temperature": 0, "ignore_eos": True}
+    sent = {"request": {"prompt": tokens, "sampling": sampling}, "prefill": {"url": reader, "seconds": TIMEOUT.read}}
+    times = []
+    async with client.stream("POST", f"{url}/resume", json=sent) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            times += [time.perf_counter()] * bool(line.strip(" []"))
+    return times
+
+
+async def run_round(
+    urls: list[str], reader: str | None, num_clients: int, num_long: int, gap: float, seed: int
+) -> Round:
     found, ended = Round(), asyncio.Event()
     random = np.random.default_rng(seed)
     prompts = itertools.count()
@@ -89,12 +103,16 @@ async def run_round(urls: list[str], num_clients: int, num_long: int, gap: float
 
     async def read(client: httpx.AsyncClient, url: str) -> None:
         start = time.perf_counter()
-        times = await stream(client, url, body(random.integers(0, 256, LONG).tolist(), LONG_ANSWER))
+        prompt = random.integers(0, 256, LONG).tolist()
+        if reader is None:
+            times = await stream(client, url, body(prompt, LONG_ANSWER))
+        else:
+            times = await resume(client, url, reader, prompt)
         found.ttft.append(times[0] - start)
         found.windows.append((start, times[0]))
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None)) as client:
-        chats = [asyncio.create_task(chat(client, urls[i % len(urls)])) for i in range(num_clients)]
+        chats = [asyncio.create_task(chat(client, urls[i % len(urls)])) for i in range(clients)]
         await asyncio.sleep(2.0)
         begun = time.perf_counter()
         reads = []
@@ -111,13 +129,13 @@ async def run_round(urls: list[str], num_clients: int, num_long: int, gap: float
 
 
 @contextlib.contextmanager
-def servers(arm: str, folder: Path, tpot: float | None) -> Iterator[list[str]]:
-    """The servers of an arm, and the URLs that clients ask."""
+def servers(arm: str, folder: Path, tpot: float | None) -> Iterator[tuple[list[str], str | None]]:
+    """The servers of an arm: the URLs that clients ask, and that of the server that reads long prompts for them."""
     sizes = [*SIZES]
     adaptive = [] if tpot is None or not arm.endswith("adaptive") else ["--chunking", "adaptive", "--tpot", str(tpot)]
     if arm.startswith("replicas"):
         with serve(*sizes, *adaptive, core=0) as one, serve(*sizes, *adaptive, core=1) as other:
-            yield [one.url, other.url]
+            yield [one.url, other.url], None
         return
     secret = folder / "secret"
     secret.write_text("0123456789abcdef" * 4)
@@ -125,20 +143,13 @@ def servers(arm: str, folder: Path, tpot: float | None) -> Iterator[list[str]]:
     apart = ["--kv-secret-file", str(secret), "--kv-plain"]
     with (
         serve(*sizes, *apart, "--role", "prefill", core=0) as prefill,
-        serve(*sizes, *apart, *adaptive, "--role", "decode", "--prefill-from", prefill.url, core=1) as decode,
+        serve(*sizes, *apart, *adaptive, "--role", "decode", core=1) as decode,
     ):
-        while not all(each["is_open"] for each in _dispatch(decode.url)["instances"]):
-            time.sleep(0.1)
-        yield [decode.url]
+        yield [decode.url], prefill.url
         metrics = httpx.get(f"{decode.url}/metrics", timeout=10).text.splitlines()
         lost = [line.split()[-1] for line in metrics if line.startswith("longctx:kv_recomputed_pages_total")]
-        found = _dispatch(decode.url)
-        print(f"{found['decisions']}, {found['answers']}, pages that did not come: {lost}", flush=True)
-
-
-def _dispatch(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/server_info", timeout=10).json()["kv_transfer"]["prefill_from"]
-    return found
+        answers = httpx.get(f"{decode.url}/server_info", timeout=10).json()["kv_transfer"]["answers"]
+        print(f"{answers}, pages that did not come: {lost}", flush=True)
 
 
 def main() -> None:
@@ -155,8 +166,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for arm in arms:
-                with servers(arm, Path(folder), options.tpot) as urls:
-                    found[arm].append(asyncio.run(run_round(urls, *load_of, number)))
+                with servers(arm, Path(folder), options.tpot) as (urls, reader):
+                    found[arm].append(asyncio.run(run_round(urls, reader, *load_of, number)))
     print(f"{options.rounds} rounds of {options.prompts} prompts, {os.cpu_count()} cores, load {load:.1f} before\n")
     heads = (
         "arm",

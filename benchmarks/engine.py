@@ -36,7 +36,7 @@ from longctx.models import Llama, load_checkpoint, save_checkpoint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.executor.executor import DeviceExecutor
-from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.runner.step_inputs import Shape
 from longctx.simulation.workloads import Lengths, synthesize
 
@@ -55,7 +55,7 @@ def make_workload(prompt_tokens: str, output_tokens: str) -> Workload:
     return [(request.tokens(CONFIG.vocab_size).tolist(), request.output_tokens) for request in requests]
 
 
-class RecordingDevice(MeshModelRunner):
+class RecordingDevice(ModelRunner):
     """Keeps what each step was told, to run the same steps without scheduler and engine."""
 
     steps: list[tuple[np.ndarray, np.ndarray, Shape]]

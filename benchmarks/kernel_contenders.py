@@ -79,7 +79,9 @@ def contiguous(implementation: str) -> Contender:
             return prepare_jax(compute, case, sets, (), causal=False)
 
         def compute_causal(q: Array, k: Array, v: Array, q_positions: Array, kv_positions: Array) -> Array:
-            return attention(q, k, v, q_positions, kv_positions, implementation=implementation)[0]
+            return attention(
+                q, k, v, q_positions=q_positions, kv_positions=kv_positions, implementation=implementation
+            )[0]
 
         positions = jnp.asarray(case.q_positions), jnp.asarray(case.kv_positions)
         return prepare_jax(compute_causal, case, sets, positions, causal=True)
@@ -154,7 +156,7 @@ def attention_mgpu(case: Case, sets: list[Operands]) -> Prepared:
 
 
 def torch_flash(case: Case, sets: list[Operands]) -> Prepared:
-    """torch's `scaled_dot_product_attention` with its flash backend, on the same memory."""
+    """PyTorch's `scaled_dot_product_attention` with its flash backend, on the same memory."""
     try:
         import torch
     except ImportError:

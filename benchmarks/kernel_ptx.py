@@ -32,7 +32,7 @@ def program_of(shape: AttentionShape) -> tuple[Callable[..., Any], tuple[jax.Sha
     """Our attention of a shape, whose positions are operands, and its arguments."""
 
     def function(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-def]
-        return attention(q, k, v, q_positions, kv_positions, implementation="mosaic_gpu")
+        return attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, implementation="mosaic_gpu")
 
     kinds = (shape.q_shape, jnp.bfloat16), *((shape.kv_shape, jnp.bfloat16),) * 2
     positions = ((shape.q_length,), jnp.int32), ((shape.kv_length,), jnp.int32)

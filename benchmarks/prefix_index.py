@@ -71,10 +71,8 @@ def measure_index(num_blocks: int, instances: int) -> dict[str, float]:
             asked = [prompt[: TOKENS // size] for prompt in some]
             times = [_seconds(lambda keys=keys: index.match(keys)) for keys in asked]
             found[f"match 1M tokens, blocks of {size}, {name}, ms"] = 1e3 * float(np.median(times))
-    found |= _few_at_a_time(index, rng, prompts[1])
     found["clear an instance, ms"] = 1e3 * _seconds(lambda: index.clear("instance-5"))
     found["cold blocks of an instance, ms"] = 1e3 * _seconds(lambda: index.cold("instance-6", "device", 10, 1000))
-    found |= _scattered(index, rng, prompts[-8:])
     return found
 
 
@@ -82,40 +80,6 @@ def _chunks(index: PrefixIndex, instance: str, keys: np.ndarray, step: int) -> l
     """Store keys so many at a time: seconds of each call."""
     pieces = [keys[i : i + step].tolist() for i in range(0, len(keys), step)]  # as messages have them
     return [_seconds(lambda piece=piece: index.store(instance, "device", piece)) for piece in pieces]
-
-
-def _few_at_a_time(index: PrefixIndex, rng: np.random.Generator, held: np.ndarray) -> dict[str, float]:
-    found = {}
-    shuffled = rng.permutation(held)[:20_000].tolist()
-    new = rng.integers(0, 2**64, 20_000, dtype=np.uint64).tolist()
-    for few in (1, 4, 16) * 3:  # the least of three
-        for name, keys in (("held", shuffled), ("new", new)):
-            pieces = [keys[i : i + few] for i in range(0, len(keys), few)]
-            for change in (index.store, index.remove):
-                start = time.process_time()
-                for piece in pieces:
-                    change("instance-1", "host", piece)
-                seconds = time.process_time() - start
-                title = f"{change.__name__} {few} {name} at a time, us a block"
-                found[title] = min(found.get(title, 1e9), 1e6 * seconds / len(keys))
-    return found
-
-
-def _scattered(index: PrefixIndex, rng: np.random.Generator, prompts: list[np.ndarray]) -> dict[str, float]:
-    """The worst case of a match: blocks of some prompts have gone in random order, and come back in their places."""
-    keys = rng.permutation(np.concatenate(prompts))
-    start = time.process_time()
-    for i in range(0, len(keys), STEP):
-        for name in index.instances:
-            index.remove(name, "device", keys[i : i + STEP])
-    seconds = (time.process_time() - start) / len(index.instances)
-    for prompt in prompts:
-        _chunks(index, "instance-1", prompt, 64)
-    times = [_seconds(lambda prompt=prompt: index.match(prompt)) for prompt in prompts]
-    return {
-        f"remove {STEP} scattered at a time, us a block": 1e6 * seconds / len(keys),
-        "match 1M tokens, blocks of 16, scattered, ms": 1e3 * float(np.median(times)),
-    }
 
 
 def measure_replay(num_blocks: int, instances: int) -> dict[str, float]:

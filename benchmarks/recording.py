@@ -1,8 +1,8 @@
 """What recording costs: `python -m benchmarks.recording`, as tables in markdown.
 
 An engine in virtual time, whose device takes no time: core, locks and journals are the ones that serve. 128 requests
-decode in every step, or 127 and a chunk of 385 tokens of another's prompt (`mixed`). Engines without a recorder, with
-one, and with one of private logs take turns, a round of steps each. Times are of the thread's own, in microseconds a
+decode in every step, or 127 and a chunk of 385 tokens of another's prompt (`mixed`). Engines without a recorder and
+with one take turns, a round of steps each. Times are of the thread's own, in microseconds a
 step, medians and p10 (the least disturbed): of the whole step, and of the recorder's part of it; `writer`: of the
 thread that writes, in the mean. Bytes are of a step's record, in the mean.
 
@@ -33,7 +33,7 @@ class Recorded:
     """An engine with 128 requests that decode, one of them not yet in the mixed case."""
 
     def __init__(self, directory: Path, kind: str, steps: int, mixed: bool) -> None:
-        self.recorder = None if kind == "none" else open_recorder(directory / kind, private=kind == "private")
+        self.recorder = None if kind == "none" else open_recorder(directory / kind)
         executor = VirtualExecutor(lambda batch: 1e-3, 128256)
         reading = steps * (BUDGET - RUNNING + 1)
         pages = RUNNING * (CONTEXT + steps + 2 * PAGE) // PAGE + reading // PAGE + RUNNING
@@ -73,10 +73,7 @@ class Recorded:
 def measure(mixed: bool, rounds: int) -> None:
     """Prints the lines of a case."""
     with tempfile.TemporaryDirectory() as directory:
-        hosts = {
-            kind: Recorded(Path(directory), kind, (rounds + 1) * STEPS, mixed)
-            for kind in ("none", "recorded", "private")
-        }
+        hosts = {kind: Recorded(Path(directory), kind, (rounds + 1) * STEPS, mixed) for kind in ("none", "recorded")}
         times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in hosts}
         sizes, writing = dict.fromkeys(hosts, 0), dict.fromkeys(hosts, 0.0)
         for index in range(rounds + 1):
@@ -89,7 +86,7 @@ def measure(mixed: bool, rounds: int) -> None:
                     times[kind] += parts
                     sizes[kind] += _size(host.recorder) - before
                     writing[kind] += time.process_time() - time.thread_time() - others
-        idle = writing["none"]  # what all three writers' waking up costs
+        idle = writing["none"]  # what the writer's waking up costs
         for kind, parts in times.items():
             (step, notes), (p10, notes_p10) = np.median(parts, 0), np.percentile(parts, 10, 0)
             writer = 1e6 * (writing[kind] - idle) / len(parts)
@@ -104,30 +101,25 @@ def measure(mixed: bool, rounds: int) -> None:
 
 def measure_arrivals(rounds: int) -> None:
     """Prints the second table."""
-    print("\n| prompt tokens | recorded | bytes | private | bytes |\n|---|---|---|---|---|")
+    print("\n| prompt tokens | recorded | bytes |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         for length in PROMPTS:
-            cells = []
-            for private in (False, True):
-                times, size = [], 0
-                for index in range(rounds):
-                    with open_recorder(directory, private) as recorder:
-                        config = EngineConfig(page_size=PAGE, num_pages=2 * PROMPTS[-1] // PAGE)
-                        engine = Engine(
-                            MODEL, None, config, executor=VirtualExecutor(lambda _: 1e-3, 8), recorder=recorder
-                        )
-                        note = recorder.note
+            times, size = list[float](), 0
+            for index in range(rounds):
+                with open_recorder(directory) as recorder:
+                    config = EngineConfig(page_size=PAGE, num_pages=2 * PROMPTS[-1] // PAGE)
+                    engine = Engine(MODEL, None, config, executor=VirtualExecutor(lambda _: 1e-3, 8), recorder=recorder)
+                    note = recorder.note
 
-                        def timed(*arguments: Any, note: Any = note, times: list[float] = times) -> None:
-                            begin = time.thread_time_ns()
-                            note(*arguments)
-                            times.append((time.thread_time_ns() - begin) / 1e3)
+                    def timed(*arguments: Any, note: Any = note, times: list[float] = times) -> None:
+                        begin = time.thread_time_ns()
+                        note(*arguments)
+                        times.append((time.thread_time_ns() - begin) / 1e3)
 
-                        recorder.note = timed  # type: ignore[method-assign]
-                        engine.submit(Request(np.full(length, index), SamplingParams()))  # type: ignore[arg-type]
-                        size = recorder.size
-                cells.append(f"{np.median(times):,.0f} µs | {size:,}")
-            print(f"| {length:,} | {' | '.join(cells)} |", flush=True)
+                    recorder.note = timed  # type: ignore[method-assign]
+                    engine.submit(Request(np.full(length, index), SamplingParams()))  # type: ignore[arg-type]
+                    size = recorder.size
+            print(f"| {length:,} | {np.median(times):,.0f} µs | {size:,} |", flush=True)
 
 
 def _size(recorder: Recorder | None) -> int:

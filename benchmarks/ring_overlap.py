@@ -98,7 +98,7 @@ def contenders(ranks: int, tokens: int, heads: int, kv_heads: int, head_size: in
         everywhere = jax.lax.all_gather(positions, "context")
         total = jnp.zeros_like(q)
         for hop in range(ranks):
-            out, _ = attention(q, k, v, positions, everywhere[ring_source("context", hop)])
+            out, _ = attention(q, k, v, q_positions=positions, kv_positions=everywhere[ring_source("context", hop)])
             total, q = jax.lax.optimization_barrier((total + out, q))
         return total
 

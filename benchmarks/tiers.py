@@ -132,7 +132,7 @@ class Contenders:
         if name.startswith("disk"):
             self.store.restart()
         if name == "disk, cold":
-            for path in self.folder.rglob("*.pages"):
+            for path in self.folder.rglob("*.page"):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         tier = self.store.tier_of(self.tiered.prepare(Request(document)).keys[0])

@@ -73,12 +73,12 @@ def init_params(model: Llama) -> Any:
 
 
 def point_heads(params: Any, config: LlamaConfig) -> Any:
-    """Make heads of layers 0 and 1 look a given number of bytes back, and those above look for equal context.
+    r"""Make heads of layers 0 and 1 look a given number of bytes back, and those above look for equal context.
 
     The first 8 hidden dimensions are the same for every byte. A head whose queries and keys read only those
     depends on the distance only, through the rotary embedding: with queries turned by `offset` it looks that
     far back. The name that was asked for ends 5 bytes before the answer begins, and so it does in the
-    statement ("lemon is 4", "lemon?\\nA: "): after two such layers, both places hold the same name, in
+    statement ("lemon is 4", "lemon?\nA: "): after two such layers, both places hold the same name, in
     dimensions that nothing else is written to at first. The heads above compare only those, and only in the
     rotary pairs that stand nearly still, whatever the distance.
     """

@@ -23,7 +23,7 @@ def round_rows(x: np.ndarray) -> np.ndarray:
 
 
 def product(x: np.ndarray, values: np.ndarray, scale: np.ndarray, upper_bound: float | None = None) -> np.ndarray:
-    """x `[rows, n]`, e4m3 values `[outputs, n]`, their scales `[outputs]` -> float64 `[rows, outputs]`."""
+    """Multiply x `[rows, n]`, e4m3 values `[outputs, n]`, their scales `[outputs]` -> float64 `[rows, outputs]`."""
     rows, row_scale = quantize(x, upper_bound)
     sums = rows.astype(np.float64) @ values.astype(np.float64).T
     return sums * row_scale[:, None].astype(np.float64) * scale.astype(np.float64)

@@ -30,7 +30,7 @@ MORE = {
     "longctx.serving.scheduler.look_ahead": ["copy_scheduler"],
     "longctx.simulation.baselines": ["BASELINES", "Baseline", "StandardPipeline", "make_simulation"],
     "longctx.simulation.capacity": ["search"],
-    "longctx.simulation.deployment": ["Deployment"],
+    "longctx.simulation.deployment": ["ClusterDeployment", "Deployment"],
     "longctx.simulation.hardware": ["predictor"],
     "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
     "longctx.simulation.planner.prompt": ["Prompt"],

@@ -22,6 +22,22 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + START
+    while not is_ready(url):
+        assert process.poll() is None
+        assert time.monotonic() < end, f"it is not ready after {START} s"
+        time.sleep(0.2)
+
+
 class ServeProcess:
     """A context manager: the server is ready inside, and gone after it."""
 
@@ -57,19 +73,15 @@ class ServeProcess:
 
     @property
     def log(self) -> str:
-        """What it has written."""
+        """Text that it has written."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+        return is_ready(self.url)
 
     def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """The JSON answer to a POST of JSON."""
+        """Return the JSON answer to a POST of JSON."""
         sent = {"content-type": "application/json", **(headers or {})}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), sent)
         with urllib.request.urlopen(request, timeout=60) as answer:

@@ -33,14 +33,26 @@ from longctx.parallel import Device, Hardware, Link, ModelShape, Topology
 
 numpy = np.random.default_rng(0)
 q, k, v = (numpy.standard_normal((6, heads, 8), np.float32) for heads in (4, 2, 2))
-for scale in (1, 1.0, np.float32(1), np.int64(1), None):
+for scale in (1, np.float32(1)):
     out = attention(q, k, v, scale=scale)[0]
 positions, segments = [0, 1, 2, 3, 4, 5], (0, 0, 0, 1, 1, -1)
-state = attention(q, k, v, positions, positions, segments, segments)
+state = attention(
+    q, k, v, q_positions=positions, kv_positions=positions, q_segment_ids=segments, kv_segment_ids=segments
+)
 merge_state(*state, *state)
 plan = plan_attention(jax.ShapeDtypeStruct(q.shape, q.dtype), k, positions, positions)
 attention(q, k, v, plan=plan)
 
+hardware = Hardware(500 * 10**12, 25 * 10**9, bytes_per_element=1, latency=0)
+for rule in ("predicted", EmpiricalRule(1, 0, -2)):
+    print(choose_ring(np.int32(10), 20, 2, ModelShape(4, 2, 8), hardware, rule).explain())
+device = Device("mine", {"bfloat16": 10**15}, 10**12, np.float32(8e10), flops_share=1)
+topology = Topology(device, {"context": Link("wire", 10**10, 0)})
+choose_ring(10, 20, 2, ModelShape(4, 2, 8), topology)
+find_topology(make_mesh(context=2))
+"""
+
+MESH_CALLS = """
 pool = jnp.zeros((8, 4, 2, 8))
 k_pages, v_pages = write_pages(pool, pool, k, v, [5, 5, 5, 5, 2, 2], [0, 1, 2, 3, 0, 1])
 metadata = [[5, 2]], None, [6], [4, 5], [0, 0]
@@ -58,14 +70,6 @@ for method in (ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention):
 x = shard_sequence(jnp.arange(6)[None], np.int32(2), pad_value=0)
 unshard_sequence(x, num_shards=2)
 plan_varseq([3, 4], None, 2), plan_varseq(np.array([3, 4]), np.array([0, 5]), np.int32(2))
-
-hardware = Hardware(500 * 10**12, 25 * 10**9, bytes_per_element=1, latency=0)
-for rule in ("predicted", EmpiricalRule(1, 0, -2)):
-    print(choose_ring(np.int32(10), 20, 2, ModelShape(4, 2, 8), hardware, rule).explain())
-device = Device("mine", {"bfloat16": 10**15}, 10**12, np.float32(8e10), flops_share=1)
-topology = Topology(device, {"context": Link("wire", 10**10, 0)})
-choose_ring(10, 20, 2, ModelShape(4, 2, 8), topology)
-find_topology(mesh)
 """
 
 ENGINE = """
@@ -109,6 +113,11 @@ def test_a_type_checker_refuses_what_a_function_does_not_take() -> None:
     program = "from longctx.kernels import attention\nattention(*[jax.numpy.ones((6, 2, 8))] * 3, scale='1')"
     with pytest.raises(AssertionError, match="TypeCheckError"):
         run_under_hook(program)
+
+
+@pytest.mark.slow
+def test_functions_of_meshes_and_pages_do_so_too() -> None:
+    run_under_hook(CALLS + MESH_CALLS)
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
-"""The commands `longctx generate` and `longctx demo`: their output and their errors."""
+"""Commands as a user runs them first: what they print, where, and with which exit status."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -9,8 +13,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import longctx
 from longctx.cli import main
 from longctx.models import Llama, LlamaConfig, passkey, save_checkpoint
+from longctx.models.builtin import TINY
+from longctx.serving import Engine, Event, Output
+from longctx.serving.request.output import Metrics
+from longctx.simulation.record import Record
+from longctx.simulation.workloads import read_workload
+
+GENERATE = ["generate", "--model", str(TINY), "--max-tokens", "2", "--prompt"]
+BENCH = ["bench", "--requests", "1", "--prompt-tokens", "9", "--output-tokens", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +81,7 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert text("--temperature", "2", "--top-k", "1") == text("--temperature", "2", "--min-p", "1") == greedy
 
 
+@pytest.mark.slow
 def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "the dog", "--temperature", "2", "--n", "2"]
     assert main([*arguments, "--max-tokens", "7", "--chunk-size", "2"]) == 0
@@ -78,15 +92,15 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
 
 def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """It answers questions about a note while it prefills the document."""
-    assert main(["demo", "--tokens", "2048", "--questions", "4", "--chunk-size", "8"]) == 0
+    assert main(["demo", "--tokens", "2048", "--questions", "2", "--chunk-size", "8"]) == 0
     out = capsys.readouterr().out
-    assert "hides 4 pass keys" in out
-    assert "right    8 of 8" in out
+    assert "hides 2 pass keys" in out
+    assert "right    6 of 6" in out
     rows = [line for line in out.splitlines() if "What is" in line]
     assert "  note " in rows[0]
     assert int(rows[0].split("%")[0].split()[-1]) < 100
     cached = [row.split()[-1] for row in rows if "  document  " in row]
-    assert sorted(cached) == ["0", "2,048", "2,048", "2,048"]
+    assert sorted(cached) == ["0", "2,048"]
 
 
 def test_demo_prints_the_expected_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +117,92 @@ def test_demo_prints_the_expected_answer(monkeypatch: pytest.MonkeyPatch, capsys
     assert "right    0 of 5" in out
 
 
-def test_demo_answers_about_a_given_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = tmp_path / "story.txt"
-    document.write_text("The miller crossed the bridge. The pass key of lemon is 48213. The old road was quiet.")
-    question = "What is the pass key of lemon?"
-    assert main(["demo", "--document", str(document), "--question", question, "--chunk-size", "8"]) == 0
-    out = capsys.readouterr().out
-    assert f"{question}  48213" in out
-    assert "right" not in out
+def test_every_secret_is_another_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(["group-secret"]) for _ in range(2)] == [0, 0]
+    first, second = capsys.readouterr().out.split()
+    assert first != second
+    assert min(len(first), len(second)) >= 32
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
+
+
+LIBRARY = """
+import os, sys
+from longctx.cli import terminal
+with terminal.stdout_is_ours():
+    os.write(1, b"[Gloo] connected\\n")
+    print("text")
+print("and later")
+"""
+LONG = """
+import sys
+from longctx import cli
+cli._run = lambda arguments: print("text " * 100_000) or 0
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "program", "out", "err"),
+    [
+        ('"$0" -c "$1"', LIBRARY, "text\nand later\n", "[Gloo] connected\n"),
+        ('"$0" -c "$1" >&-', LIBRARY.partition("    os.write")[0] + "    print()", "", ""),
+        ('"$0" -c "$1" | head -c 4', LONG, "text", ""),
+    ],
+    ids=["what a library prints", "closed", "the reader leaves"],
+)
+def test_standard_output_has_the_text_alone(shell: str, program: str, out: str, err: str) -> None:
+    """Gloo logs its connections to file descriptor 1; a closed output and a reader that has left are no errors."""
+    command = ["sh", "-c", shell, sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (out, err)
+
+
+def test_documented_workloads_are_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/command_line.md").read_text(encoding="utf-8")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line + "\n" for line in text.splitlines() if line.startswith("{")))
+    ids, lengths, prompt = read_workload(path)
+    assert (lengths.prompt_tokens, lengths.output_tokens, lengths.blocks) == (6955, 52, (46, 47, 48))
+    assert (prompt.prompt, prompt.arrival) == ("Once upon a time", 30.535)
+    assert (ids.prompt, ids.arrival) == ((256, 84, 104, 101), 0)
+
+    columns = [line.split("`")[1] for line in text.splitlines() if line.startswith(("| `num_", "| `arrived_at"))]
+    path = tmp_path / "trace.csv"
+    path.write_text(",".join(columns) + "\n3,4,5.5\n")
+    (row,) = read_workload(path)
+    assert (row.prompt_tokens, row.output_tokens, row.arrival) == (3, 4, 5.5)
+
+
+def test_failed_completions_are_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(engine: Engine, request_id: str, console: object) -> Iterator[list[Event]]:
+        output = Output(request_id, 0, [], "", "error", Metrics(0.0, 1), error="it burns")
+        yield [Event(request_id, 0, (), "", output=output)]
+
+    for prepare in ("compile", "warm_up"):
+        monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
+    for command in ("generate", "demo"):
+        monkeypatch.setattr(f"longctx.cli.{command}.steps", fail)
+    for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
+        assert main(arguments) == 1
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("longctx: failed: 1 of ")
+        assert last.endswith(": it burns")
+
+    results = tmp_path / "results.json"
+
+    def replay(engine: Engine, *arguments: object, record: Record, **more: object) -> None:
+        record.failed, record.stats = 1, engine.stats()
+
+    monkeypatch.setattr("longctx.cli.bench.replay", replay)
+    assert main([*BENCH, "--json", str(results)]) == 1
+    out, err = capsys.readouterr()
+    assert "failed requests  1\n" in out
+    assert err.splitlines()[-1] == "longctx: failed: 1 of 1 requests"
+    assert json.loads(results.read_text())["summary"]["failed"] == 1

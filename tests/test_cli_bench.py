@@ -17,7 +17,6 @@ from longctx.simulation.workloads import (
     WorkloadRequest,
     arrive_at_rate,
     closed_loop,
-    read_workload,
     scale_lengths,
     synthesize,
 )
@@ -75,7 +74,7 @@ def test_a_profile_is_measured_and_used(checkpoint: Path, tmp_path: Path, capsys
     assert "of 3 batches" in out
     assert "weighted by time" in out
     profile = json.loads(file.read_text())
-    assert [program["rows"] for program in profile["predictor"]["programs"]] == [8]
+    assert profile["predictor"]["buckets"] == [8]
     assert profile["subject"]["page_size"] == 4
 
     mix = ["--requests", "5", "--prompt-tokens", "2:60", "--output-tokens", "4", "--chunking", "adaptive"]
@@ -123,41 +122,7 @@ def test_plots_without_matplotlib_are_refused(
     assert "--plot needs matplotlib: pip install 'longctx-jax[plot]'" in capsys.readouterr().err
 
 
-def test_prompts_and_csv_files_are_read(tmp_path: Path) -> None:
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "the cat", "max_tokens": 3}\n{"prompt": [5, 6], "max_tokens": 4, "timestamp": 2500}\n')
-    text, ids = read_workload(lines)
-    assert (text.prompt, text.output_tokens) == ("the cat", 3)
-    assert (ids.arrival, ids.output_tokens, ids.tokens(50).tolist()) == (2.5, 4, [5, 6])
-
-    table = tmp_path / "mix.csv"
-    table.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,374,44\n2,396,109\n")
-    first, second = read_workload(table)
-    assert (first.arrival, first.prompt_tokens, first.output_tokens) == (1.5, 374, 44)
-    assert not np.array_equal(first.tokens(50)[:20], second.tokens(50)[:20])
-    assert len(read_workload(table, limit=1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", "trace.jsonl:1: "),
-        ("[1]", "must be a JSON object"),
-        ('{"input_length": 5}', "'output_length' is missing"),
-        ('{"input_length": 0, "output_length": 5}', "input_length must be an integer of 1 to"),
-        ('{"prompt": [], "max_tokens": 5}', "prompt must not be empty"),
-        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "timestamp must be finite and 0 to 1e+12, got -1"),
-        ("", "it has no requests"),
-    ],
-)
-def test_invalid_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(row + "\n")
-    with pytest.raises(ValueError, match=r"trace\.jsonl") as error:
-        read_workload(path)
-    assert message in str(error.value)
-
-
+@pytest.mark.slow
 def test_a_mesh_is_measured_and_its_profile_used(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,8 +133,6 @@ def test_a_mesh_is_measured_and_its_profile_used(
     assert main(measured) == 0
     printed = capsys.readouterr().out
     assert "error, held out" in printed
-    assert "\nlocal " in printed
-    assert "\nreplicated " in printed
     contents = json.loads(file.read_text())
     assert contents["subject"]["plan"] == {
         "stage": 1,
@@ -206,30 +169,23 @@ def test_synthetic_lengths_and_arrivals_follow_their_distributions() -> None:
     assert {request.arrival for request in arrive_at_rate(requests, rate=float("inf"))} == {0.0}
 
 
-def test_ttft_counts_from_the_due_time() -> None:
+def test_ttft_counts_from_the_due_time_and_follow_ups_come_after_the_answer() -> None:
     """In virtual time a step takes a second, and the second request becomes due in the middle of one."""
-    device = VirtualExecutor(lambda batch: 1.0, 50)
-    engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
 
-    def sleep(seconds: float) -> None:
-        device.now += seconds
+    def served(requests: list[WorkloadRequest]) -> list[tuple[float, float | None]]:
+        device = VirtualExecutor(lambda batch: 1.0, 50)
+        engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
+
+        def sleep(seconds: float) -> None:
+            device.now += seconds
+
+        record = replay(engine, requests, device.clock, sleep)
+        return [(each.due, each.ttft) for each in record.served]
 
     requests = [WorkloadRequest(0.25, 8, 2), WorkloadRequest(0.75, 8, 1, number=1), WorkloadRequest(9, 8, 1, number=2)]
-    record = replay(engine, requests, device.clock, sleep)
-    assert [(served.due, served.ttft) for served in record.served] == [(0.25, 1.0), (0.75, 1.5), (9, 1.0)]
-    assert record.seconds == 10.0
-
-
-def test_follow_ups_come_after_the_answer() -> None:
-    """In virtual time a step takes a second: a prompt and one more token, then a second's thought, then the next."""
-    device = VirtualExecutor(lambda batch: 1.0, 50)
-    engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
-
-    def sleep(seconds: float) -> None:
-        device.now += seconds
-
+    assert served(requests) == [(0.25, 1.0), (0.75, 1.5), (9, 1.0)]
+    # A prompt and one more token, then a second's thought, then the next.
     requests = closed_loop([WorkloadRequest(0.0, 8, 2, number=number) for number in range(3)], users=1, delay=1.0)
-    record = replay(engine, requests, device.clock, sleep)
-    assert [(served.due, served.ttft) for served in record.served] == [(0, 1), (3, 1), (6, 1)]
-    with pytest.raises(ValueError, match="request 1 follows request 0, which is not in the workload"):
-        replay(engine, requests[1:], device.clock, sleep)
+    assert served(requests) == [(0, 1), (3, 1), (6, 1)]
+    with pytest.raises(ValueError, match="must follow one that stands before it"):
+        served(requests[1:])

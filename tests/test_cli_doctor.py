@@ -4,15 +4,13 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import pytest
 
 from longctx import extras
-from longctx.cli import doctor, doctor_probe, doctor_system, main
-from longctx.cli.doctor_report import MAX_CHARACTERS, Report, first_line, shown
+from longctx.cli import doctor, main
+from longctx.cli.doctor import Report, first_line, shown
 from longctx.cli.files import CACHE_VARIABLE as VARIABLE
 from longctx.cli.terminal import Console
 from longctx.models.builtin import TINY
@@ -68,14 +66,14 @@ def test_text_has_a_line_for_each_value_and_problem(
 # The cache of compiled programs
 
 
-@pytest.mark.parametrize("garbage", ["file", "file/below", "x" * 300, "/proc/none"])
+@pytest.mark.parametrize("garbage", ["file/below", "x" * 300, "/proc/none"])
 def test_a_cache_folder_that_commands_would_refuse_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, garbage: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     monkeypatch.setenv(VARIABLE, garbage)
-    doctor_system.examine(report)
+    doctor.examine(report)
     [problem] = report.problems
     assert garbage[:100] in problem.text
     assert f"unset {VARIABLE}" in problem.remedy
@@ -88,7 +86,7 @@ def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    doctor_system.examine(report)
+    doctor.examine(report)
     assert report.problems == []
     [hint] = [hint for hint in report.hints if "/proc" in "".join(hint)]
     assert "can't be kept in /proc/none" in hint.text, "nor is its disk full"
@@ -98,15 +96,10 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch, report: 
     def nowhere() -> Path:
         raise RuntimeError("could not determine home directory")
 
-    monkeypatch.setattr(doctor_system, "cache_root", nowhere)
-    doctor_system.examine(report)
+    monkeypatch.setattr(doctor, "cache_root", nowhere)
+    doctor.examine(report)
     assert report.problems == []
     assert any("no folder for caches" in hint.text for hint in report.hints)
-
-
-def test_a_folder_with_control_characters_stays_on_its_line() -> None:
-    assert shown("/tmp/a\nb\x1b[31m") == '"/tmp/a\\nb\\u001b[31m"'
-    assert shown("/tmp/a b") == "/tmp/a b"
 
 
 def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
@@ -115,7 +108,7 @@ def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.M
     for i in range(3):
         (folder / f"jit_f-{i}-cache").write_bytes(bytes(1 << 20))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    doctor_system.examine(report)
+    doctor.examine(report)
     assert report.sections["compile cache"]["size"] == "3.0 MiB, 3 programs"
     assert report.problems == []
 
@@ -132,7 +125,6 @@ def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.M
             "JAX can't be loaded: SIGABRT: Fatal: bad",
         ),
         ("import os; os._exit(3)", "JAX can't be loaded: exit status 3"),
-        ("import os; os.write(1, b'{}'); os._exit(0)", "JAX can't be loaded: exit status 0"),
         ("import os; os.write(1, b'noise\\n')", "JAX can't be found out: AttributeError"),
     ],
 )
@@ -168,35 +160,13 @@ def test_flags_that_xla_does_not_know_are_to_be_corrected(monkeypatch: pytest.Mo
     assert problem.remedy.startswith("correct XLA_FLAGS")
 
 
-def gpus(count: int = 8, **more: Any) -> list[Any]:
-    return [
-        SimpleNamespace(
-            platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 60 << 30}, **more
-        )
-        for _ in range(count)
-    ]
-
-
-def test_gpus_are_told_with_their_memory(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = gpus(client=SimpleNamespace(platform_version="PJRT C API\ncuda 12090\n"))
-    doctor_probe._describe(report, devices)
-    assert report.sections["devices"]["NVIDIA H100 80GB HBM3"] == "8, 60.0 GiB each for JAX"
-    assert report.sections["versions"]["platform"] == "PJRT C API"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
-    doctor_probe._xla_flags(report, devices)
-    assert report.hints == []
-    monkeypatch.delenv("XLA_FLAGS")
-    doctor_probe._xla_flags(report, devices)
-    assert "CUDA graphs" in report.hints[0].text
-
-
 # Packages, and the driver
 
 
 def test_extras_that_lack_packages_have_their_pip_line(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    doctor_system.examine_extras(report)
+    doctor.examine_extras(report)
     found = report.sections["extras"]
     assert found["plot"] == f"drawings: --plot, figures: not installed: {extras.pip_line('plot')}"
     assert found["serve"].endswith(f": not installed, lacks pyzmq: {extras.pip_line('serve')}")
@@ -207,7 +177,7 @@ def test_extras_that_lack_packages_have_their_pip_line(monkeypatch: pytest.Monke
 def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     lines = ["jax>=999", "nothing-like-it>=1", "numpy>=1", "gguf>=99; extra == 'gguf'", "ray>=2; extra == 'cluster'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*lines, "unreadable @ x"])
-    doctor_system.examine(report)
+    doctor.examine(report)
     assert [each.text for each in report.problems] == [
         f"jax {jax.__version__} is older than 999",
         "nothing-like-it is not installed",
@@ -220,7 +190,7 @@ def test_a_folder_that_is_not_installed_is_a_hint(monkeypatch: pytest.MonkeyPatc
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    doctor_system.examine(report)
+    doctor.examine(report)
     assert report.problems == []
     assert "not installed" in report.hints[0].text
 
@@ -245,7 +215,7 @@ def test_nvidia_smi_is_asked(
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    doctor_system.examine(report)
+    doctor.examine(report)
     assert report.sections["memory"].get("GPU 0") == memory
     assert [each.text.startswith(problem or "?") for each in report.problems] == [True] * (problem is not None)
 
@@ -258,13 +228,13 @@ def test_a_checkpoint_is_checked_as_json(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["problems"]
 
 
-def test_reports_do_not_tell_whose_home_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_have_short_lines_and_do_not_tell_whose_home_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert shown("/home/somebody/.cache/longctx") == "~/.cache/longctx"
-    assert shown("/home/somebody") == "~"
-    assert shown("/var/cache") == "/var/cache"
-
-
-def test_long_texts_of_others_are_cut() -> None:
+    assert [shown(path) for path in ("/home/somebody/.cache/longctx", "/home/somebody", "/var/a b")] == [
+        "~/.cache/longctx",
+        "~",
+        "/var/a b",
+    ]
+    assert shown("/tmp/a\nb\x1b[31m") == '"/tmp/a\\nb\\u001b[31m"'
     assert first_line("\n  a \nb") == "a"
-    assert len(first_line("x" * 1000)) == MAX_CHARACTERS + 3
+    assert len(first_line("x" * 1000)) < 400

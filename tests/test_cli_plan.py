@@ -116,9 +116,8 @@ def test_a_slow_link_is_why_a_plan_falls() -> None:
     assert found_none.reason == "link"
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
-def test_the_serve_command_has_the_plan_s_settings(kv_dtype: str | None) -> None:
-    found = search(LLAMA, RDMA, 4, Goal(50_000, 20.0, 0.1), kv_dtype=kv_dtype)
+def test_the_serve_command_has_the_plan_s_settings() -> None:
+    found = search(LLAMA, RDMA, 2, Goal(50_000, 20.0, 0.1), kv_dtype="float8_e4m3fn")
     options = argparse.Namespace(model="llama-3-8b", topology="h100-rdma")
     assert any(planned.deployment.plan.context > 1 for planned in found.plans)
     for planned in found.plans:

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from longctx.cli import command_parser, main
+from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import config_arguments
 from longctx.cli.flags import read
 from longctx.serving.config import AdmissionLimits
@@ -55,9 +54,8 @@ def parse(tmp_path: Path, text: str, *arguments: str) -> argparse.Namespace:
 
 def test_every_flag_may_stand_in_the_file(tmp_path: Path) -> None:
     """By its name, with dashes or underscores, with a value of its type."""
-    made = parser()
     lines, expected = [], {}
-    for number, action in enumerate(made._actions):
+    for number, action in enumerate(command_flags("serve")):
         name = action.option_strings[-1].removeprefix("--")
         if name in ("help", "config"):  # alone
             continue
@@ -119,38 +117,6 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is no TOML"):
         config_arguments(parser(), tmp_path / "bytes.toml", [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--min-tpot", "0"], "--min-tpot must be"),
-        (["--shutdown-timeout", "-1"], "--shutdown-timeout must be"),
-        (["--max-waiting", "0"], "--max-waiting must be"),
-        (["--api-key", "short"], "--api-key: the key of api-1 must be 8 to 512"),
-        (["--api-key", "a-long-key", "--admin-key", "a-long-key"], "different keys"),
-        (["--api-key-file", "no-such-file"], "--api-key-file: no such file"),
-        (["--chat-template", "no-such-file"], "--chat-template: no such file"),
-        (["--profile-dir", "no-such-folder"], "--profile-dir"),
-        (["--metrics-prefix", "a b"], "--metrics-prefix must be"),
-        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid can't be resolved"),
-        (["--model", "no-such-model"], "no-such-model"),
-        (["--token-budget", "4"], "--token-budget"),
-    ],
-)
-def test_wrong_flags_are_told_by_name(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "0", *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("longctx: ")
-    assert re.search(message, printed), printed
-
-
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["serve", "--port", str(taken.getsockname()[1]), "--model", "no/such-model"]) == 2
-    assert "can't be listened at: Address already in use; --port 0 takes" in capsys.readouterr().err
 
 
 class Process:

@@ -14,10 +14,10 @@ from longctx.cli import main
 from longctx.models.builtin import TINY
 from longctx.models.config import LlamaConfig
 from longctx.plotting import COLORS
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import save_profile
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
 from longctx.simulation.capacity import PRECISION, parse_targets, search
-from longctx.simulation.reports.request_metrics import COLUMNS
+from longctx.simulation.reports.html_report import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
 from longctx.simulation.workloads.arrivals import MAX_RATE
 
@@ -222,7 +222,6 @@ def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFi
         tmp_path / "all.json",
         LlamaConfig.from_hf(TINY / "config.json"),
     )
-    programs = tuple(Program(rows, rows / 800, (1,), (0.0,), 0.0) for rows in (8, 16))
     subject = {
         "num_layers": model.num_layers,
         "device": "abacus",
@@ -230,7 +229,7 @@ def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFi
         "max_running": 4,
         "buckets": [8, 16],
     }
-    save_profile(profile, RuntimePredictor(programs), subject)
+    save_profile(profile, RuntimePredictor.of_rows({8: 0.01, 16: 0.02}, (1,), (0.0,)), subject)
     sizes = ["--page-size", "16", "--max-running", "4", "--token-budget", "16", "--topology", "cpu"]
     workload = ["--requests", "1", "--prompt-tokens", "40", "--output-tokens", "3"]
     arguments = ["--model", str(TINY), *workload, *sizes, "--profile", str(profile)]

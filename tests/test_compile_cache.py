@@ -72,21 +72,13 @@ def test_the_next_run_finds_what_was_compiled(first: tuple[Path, str]) -> None:
     assert entries(folder) == found
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", None])
-def test_a_broken_file_is_a_recompilation(tmp_path: Path, folder: str, content: bytes | None) -> None:
-    for path in entries(folder):
-        path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+def test_a_broken_file_is_a_recompilation(tmp_path: Path, folder: str) -> None:
+    for number, path in enumerate(entries(folder)):
+        path.write_bytes(b"garbage" if number % 2 else path.read_bytes()[:-100])
     assert run(tmp_path) == (folder, "")
     run(tmp_path)  # the folder was emptied, so this one compiles
     assert entries(folder)
     assert all(path.stat().st_size > 100 for path in entries(folder))
-
-
-def test_a_copy_of_the_cache_is_found(tmp_path: Path, folder: str) -> None:
-    copied = entries(folder)
-    assert copied
-    assert run(tmp_path) == (folder, "")
-    assert entries(folder) == copied
 
 
 def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path, folder: str) -> None:
@@ -99,19 +91,15 @@ def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path,
     assert not big.exists()
 
 
-@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_what_another_command_removes_or_forbids_is_no_failure(
-    tmp_path: Path, folder: str, error: type[OSError]
-) -> None:
+def test_a_folder_that_another_command_removes_is_no_failure(tmp_path: Path, folder: str) -> None:
     (Path(folder).parent / "other").mkdir()
-    name = "iterdir" if error is PermissionError else "is_dir"
-    before = f"""
+    before = """
 from pathlib import Path
-def fail(path, function=Path.{name}):
+def fail(path, function=Path.is_dir):
     if path.name in ("other", "programs"):
-        raise {error.__name__}
+        raise FileNotFoundError
     return function(path)
-Path.{name} = fail
+Path.is_dir = fail
 """
     assert run(tmp_path, before=before) == (folder, "")
 

@@ -261,6 +261,17 @@ def test_a_killed_training_goes_on_with_the_same_losses(
     assert f"{tmp_path / 'whole.training' / '40'} cannot be read" in capsys.readouterr().err
 
 
+def test_training_writes_a_checkpoint_of_other_weights(files: Path, tmp_path: Path, run: Callable[..., None]) -> None:
+    out = tmp_path / "out"
+    few = ("--devices", 1, "--steps", 1, "--warmup", 0, "--learning-rate", 1e-2, "--length", 64)
+    run(*options(files, "--out", out, *few))
+    assert (out / "loss.svg").read_text().startswith("<?xml")
+    assert len(record_of(tmp_path / "out.training", 1)["losses"]) == 1
+    (_, params), (_, untrained) = (load_checkpoint(folder) for folder in (out, files / "model"))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.abs(a - b).max() > 1e-4, params, untrained)))
+
+
+@pytest.mark.slow
 def test_transformers_loads_what_was_trained(files: Path, tmp_path: Path, run: Callable[..., None]) -> None:
     import torch
     import transformers

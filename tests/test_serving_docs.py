@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from longctx.cli import command_parser
+from longctx.cli import command_flags
 from longctx.serving.server.auth import ADMIN_PATHS, OPEN_PATHS
 from longctx.serving.server.schemas import ChatBody, CompletionBody
 
@@ -43,7 +43,7 @@ def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:
 
 
 def test_flags_of_the_server_exist() -> None:
-    known = {option for action in command_parser("serve")._actions for option in action.option_strings}
+    known = {option for action in command_flags("serve") for option in action.option_strings}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE.replace(section("Behind a router"), "")))
     assert named - known == set()
     assert len(named) > 15

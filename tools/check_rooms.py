@@ -24,28 +24,28 @@ class Room(NamedTuple):
 
 SERVING = "longctx/serving"
 ROOMS = {
-    "kernels": Room(("longctx/kernels",), 5900, 46, 6000),  # partitioning for JAX's own sharding came after the plan
-    "parallel": Room(("longctx/parallel",), 3400, 21, 2800),
-    "models": Room(("longctx/models",), 5760, 29, 4200),
+    "kernels": Room(("longctx/kernels",), 6230, 47, 6000),  # partitioning for JAX's own sharding came after the plan
+    "parallel": Room(("longctx/parallel",), 3540, 21, 2800),
+    "models": Room(("longctx/models",), 5710, 29, 4200),
     "nnx": Room(("longctx/nnx",), 1200, 7, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1910, 14, 1200),
-    "engine": Room((f"{SERVING}/engine",), 4570, 19, 2600),
-    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4150, 25, 3300),
-    "KV cache": Room((f"{SERVING}/kv_cache",), 3820, 23, 2600),
-    "predictor": Room((f"{SERVING}/predictor",), 1330, 9, 900),
-    "scheduler": Room((f"{SERVING}/scheduler",), 3790, 19, 2700),
-    "distributed": Room((f"{SERVING}/distributed",), 2330, 13, 1400),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1860, 13, 1200),
+    "engine": Room((f"{SERVING}/engine",), 3940, 17, 2600),
+    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4100, 25, 3300),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 3170, 20, 2600),
+    "predictor": Room((f"{SERVING}/predictor",), 1190, 8, 900),
+    "scheduler": Room((f"{SERVING}/scheduler",), 3720, 15, 2700),
+    "distributed": Room((f"{SERVING}/distributed",), 2300, 13, 1400),
     "recording": Room(
-        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 2580, 17, 1500
+        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1610, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 5830, 30, 4200),
-    "cluster": Room(("longctx/cluster",), 9920, 51, 6500),
-    "simulation": Room(("longctx/simulation",), 7740, 52, 6500),
-    "command line": Room(("longctx/cli",), 5020, 31, 2400),
-    "longctx": Room(("longctx",), 69950, 414, 50000),
+    "server": Room((f"{SERVING}/server",), 5350, 29, 4200),
+    "cluster": Room(("longctx/cluster",), 9320, 48, 6500),
+    "simulation": Room(("longctx/simulation",), 7370, 45, 6500),
+    "command line": Room(("longctx/cli",), 4600, 28, 2400),
+    "longctx": Room(("longctx",), 65780, 384, 50000),
     "papers": Room(("papers",), 4930, 35, 4500),
-    "tests": Room(("tests",), 56630, 361, 38000),
-    "benchmarks": Room(("benchmarks",), 10970, 80, 8000),
+    "tests": Room(("tests",), 53620, 349, 38000),
+    "benchmarks": Room(("benchmarks",), 9450, 67, 8000),
 }
 
 

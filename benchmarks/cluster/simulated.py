@@ -16,10 +16,10 @@ from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import read_profile
-from longctx.serving.predictor.runtime import RuntimePredictor
-from longctx.simulation import HostTimes, Simulation
-from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSettings
+from longctx.simulation import HostTimes, Record, Simulation
+from longctx.simulation.cluster import ClusterInstance, ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
 
 BANDWIDTH = 1e9  # bytes per second from one server to another over loopback, `python -m benchmarks.transfer`
@@ -31,6 +31,7 @@ def slowed(predictor: RuntimePredictor, factor: float) -> RuntimePredictor:
         dataclasses.replace(
             each,
             fixed=factor * each.fixed,
+            per_bucket=tuple(tuple(factor * x for x in costs) for costs in each.per_bucket),
             per_key=tuple(factor * x for x in each.per_key),
             per_sample=factor * each.per_sample,
         )
@@ -72,7 +73,7 @@ class Prediction:
             found[kind] |= {"hit_rate": record.hit_rate, "factors": factors}
         return found
 
-    def _factors(self, run: Mapping[str, Any], record: ClusterRecord) -> dict[str, float]:
+    def _factors(self, run: Mapping[str, Any], record: Record) -> dict[str, float]:
         """How much longer steps took than in a simulation: of each token of a prompt, and of each step of decodes."""
         totals = {each.name: each.totals for each in record.instances}
         factors = {}
@@ -84,7 +85,7 @@ class Prediction:
             factors[role] = measured * number / sum(totals[name].busy for name in names)
         return {name: factors[role] for name, role in self._roles.items()}
 
-    def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> ClusterRecord:
+    def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> Record:
         instances = [
             ClusterInstance(
                 name=name,
@@ -99,12 +100,10 @@ class Prediction:
         ]
         settings = ClusterSettings(overlap="chunk", report_seconds=0.25, first_token="decode")
         config = ConductorConfig(policy=policy, admission="none", defer_seconds=120.0)
-        record = Simulation(instances, Conductor(config, PrefixIndex()), settings).run(list(requests), keep_steps=False)
-        assert isinstance(record, ClusterRecord)
-        return record
+        return Simulation(instances, Conductor(config, PrefixIndex()), settings).run(list(requests), keep_steps=False)
 
 
-def ttft_of(record: ClusterRecord) -> dict[int, float]:
+def ttft_of(record: Record) -> dict[int, float]:
     """Seconds to the first token, by the requests' numbers."""
     return {each.number: each.ttft for each in record.served}
 

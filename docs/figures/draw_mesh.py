@@ -1,5 +1,6 @@
-"""Draw the figures of docs/parallel_plans.md from runs of the built-in model on 8 CPU devices, with matplotlib:
-`python docs/figures/draw_mesh.py`.
+"""Draw the figures of docs/parallel_plans.md from runs of the built-in model on 8 CPU devices.
+
+`python docs/figures/draw_mesh.py`, with matplotlib.
 """
 
 import argparse
@@ -152,7 +153,7 @@ def run_mesh() -> tuple[Engine, int, dict[str, list[int]], dict[str, list[Life]]
 def draw_devices(axes: Axes, engine: Engine, left: float, top: float) -> None:
     """Each device's layers, heads and pages, as its part of the cache tells."""
     plan, config = engine.plan, engine.model.config
-    pool = engine._executor.runner.state.cache.k  # type: ignore[attr-defined]
+    pool = engine.executor.runner.state.cache.k  # type: ignore[attr-defined]
     parts = pool.sharding.devices_indices_map(pool.shape)
     layers, heads = config.num_layers // plan.stage, config.num_heads // plan.tensor
     for (stage, context, tensor), device in np.ndenumerate(engine.mesh.devices):  # type: ignore[union-attr]

@@ -1,5 +1,6 @@
-"""Draw the Gantt chart of docs/scheduling.md, of ranks that step together, in virtual time, with matplotlib:
-`python docs/figures/draw_ranks.py`.
+"""Draw the Gantt chart of docs/scheduling.md, of ranks that step together, in virtual time.
+
+`python docs/figures/draw_ranks.py`, with matplotlib.
 """
 
 import argparse

@@ -174,7 +174,10 @@ assert (none_lse == -jnp.inf).all()
 far = attention(40 * q, 40 * k, v)[1]
 overflows = np.asarray(far) > np.log(np.finfo(np.float32).max)
 print(f"e^lse overflows float32 for {overflows.mean():.0%} of the queries")
-halves = [attention(40 * q, 40 * k[part], v[part], positions, part) for part in np.split(positions, 2)]
+halves = [
+    attention(40 * q, 40 * k[part], v[part], q_positions=positions, kv_positions=part)
+    for part in np.split(positions, 2)
+]
 assert np.isfinite(merge_state(*halves[0], *halves[1])[0]).all()
 
 # %% [markdown]
@@ -224,7 +227,9 @@ def loss_of_whole(q, k, v):
 
 
 def loss_of_parts(q, k, v):
-    halves = [attention(q, k[part], v[part], positions, part) for part in np.split(positions, 2)]
+    halves = [
+        attention(q, k[part], v[part], q_positions=positions, kv_positions=part) for part in np.split(positions, 2)
+    ]
     return (merge_state(*halves[0], *halves[1])[0] ** 2).sum()
 
 
@@ -247,7 +252,7 @@ for a, b in zip(whole, parts, strict=True):
 
 # %%
 old, new = positions[:448], positions[448:]
-cached = attention(q[new], k[old], v[old], new, old)
+cached = attention(q[new], k[old], v[old], q_positions=new, kv_positions=old)
 fresh = attention(q[new], k[new], v[new])
 state = merge_state(*cached, *fresh)
 np.testing.assert_allclose(state[0], exact_out[new], rtol=0, atol=1e-5)

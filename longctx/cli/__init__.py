@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "Search the parallel plan of a model on up to N GPUs: what meets a target, and why others don't.",
     "profile": "Measure an engine's steps and fit the runtime predictor that scheduling uses.",
     "quantize": "Quantise a checkpoint's weights to FP8 with a scale for each output row.",
-    "replay": "Replay what an engine recorded: as it was, under other settings, or on the model.",
+    "replay": "Replay what an engine recorded: as it was, or under other settings.",
     "serve": "Serve a model over HTTP, as OpenAI's API; with --cluster many engines behind one address.",
     "simulate": "Serve a workload in virtual time, on devices that need not be there.",
 }
@@ -113,6 +113,11 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"longctx {command}", add_help=False)
     add_command_flags(parser, command)
     return parser
+
+
+def command_flags(command: str) -> list[argparse.Action]:
+    """Return the flags of a command, as argparse has them."""
+    return command_parser(command)._actions
 
 
 def add_command_flags(parser: argparse.ArgumentParser, command: str) -> None:

@@ -7,13 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from longctx.cli.engine import check_memory, initialize_processes, load_engine, make_parameter_mesh, show_compiling
+from longctx.cli.engine import EngineLoader, initialize_processes, show_compiling
 from longctx.cli.files import check_input
-from longctx.cli.settings import engine_config, parallel_plan
+from longctx.cli.settings import engine_config
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.workload import check_outputs, check_workload, make_workload
-from longctx.models import resolve_model
-from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineStats
 from longctx.serving.distributed import ProcessGroup
 from longctx.simulation.record import Record
@@ -23,26 +21,26 @@ from longctx.simulation.workloads import WorkloadRequest
 
 
 def run(options: argparse.Namespace) -> int:
-    _check(options)
+    """Measure, print the table, and write the files that flags name."""
+    check_workload(options)
+    engine_config(options, max_length=options.max_length)
+    if options.profile is not None:
+        check_input("--profile", options.profile)
+    check_outputs(options, "json", "plot")
     with initialize_processes(options) as group:
         return _run(options, group)
 
 
 def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
-    console = Console(options.quiet or not group.is_first)
-    options.model = resolve_model(options.model, options.quiet)
-    model, dtype = read_model(options.model, options.dtype)
-    requests, num_skipped = make_workload(options, model.config)
+    loader = EngineLoader(options, group)
+    console, options.model = loader.console, loader.path
+    requests, num_skipped = make_workload(options, loader.model.config)
     longest = max(request.length for request in requests)
     config = engine_config(options, max_length=options.max_length or longest, seed=options.seed)
-    plan = parallel_plan(options)
-    mesh = make_parameter_mesh(options, plan, group, console)
-    least_pages = -(-(longest - 1) // config.page_size)
-    check_memory(console, model, config, plan, mesh, dtype, least_pages=least_pages)
+    loader.check_memory(config, least_pages=-(-(longest - 1) // config.page_size))
 
     record = Record()
-    more: dict[str, Any] = {"monitor": record.steps.append, "process_group": group}
-    engine = load_engine(options, options.model, config, mesh, dtype, console, **more)
+    engine = loader.load(config, monitor=record.steps.append)
     if not group.is_first:
         engine.follow()
         return 0
@@ -97,11 +95,3 @@ def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int, reco
             tokens.update(max(0, min(done, total) - tokens.n))  # a preempted request is prefilled twice
 
         replay(engine, requests, time.monotonic, seed=seed, progress=progress, record=record)
-
-
-def _check(options: argparse.Namespace) -> None:
-    check_workload(options)
-    engine_config(options, max_length=options.max_length)
-    if options.profile is not None:
-        check_input("--profile", options.profile)
-    check_outputs(options, "json", "plot")

@@ -1,87 +1,73 @@
 """`longctx chat`: a conversation with a model over one session of an engine; messages and commands in, answers out."""
 
 import argparse
+import contextlib
 import dataclasses
+import glob
+import io
+import os
+import readline
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import platformdirs
-from jax.sharding import Mesh
 
 from longctx.cli.conversation import Conversation, Document, Prompt
-from longctx.cli.engine import LOWER, check_memory, decode_rate, load_engine, plan_mesh, show_compiling, steps
-from longctx.cli.files import check_prompt, read_document
+from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
+from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
-from longctx.cli.line_reader import LineReader, open_reader
-from longctx.cli.settings import parallel_plan
-from longctx.cli.terminal import FAILED, Console, interrupts, noting_interrupts, report_error
-from longctx.models import Llama, load_tokenizer, resolve_model
-from longctx.models.checkpoint import read_model
-from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
+from longctx.cli.terminal import FAILED, Console, interrupts, report_error
+from longctx.models import load_tokenizer
+from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
 from longctx.serving.validation import check_text
 
 PAGE_SIZE = 64
 _SHORT_TURN = 64  # rows of a step for a message of a sentence or two
 HELP = """\
 /file PATH  read a text file into the context; the next message may ask about it
-/stats      what the conversation and the engine hold
-/new        begin a new conversation (/clear likewise)
+/new        begin a new conversation
 /help       this list
 /exit       leave, as Ctrl-D does
-Anything else is a message, also what begins with a space. Ctrl-C stops an answer. On a terminal Enter sends,
-Alt+Enter begins a new line, and the up arrow brings earlier messages back."""
+Anything else is a message, also what begins with a space. Ctrl-C stops an answer."""
+COMMANDS = ("/exit", "/file", "/help", "/new")
 _NO_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _MOST_BYTES_A_TOKEN = 64  # of a file, before its tokens are counted
+_MOST_HISTORY = 1000  # messages
 _LOWER = LOWER | {"pages": "lower --max-length", "steps": "lower --chunk-size"}
 
 
 def run(options: argparse.Namespace) -> int:
+    """Talk until the end of input."""
     system = None if options.system is None else check_prompt("--system", options.system)
-    sampling, plan = read(SamplingParams, options), parallel_plan(options)
-    console = Console(options.quiet)
-    options.model = resolve_model(options.model, options.quiet)
-    tokenizer = load_tokenizer(options.model)
-    model, dtype = read_model(options.model, options.dtype)
-    conversation = Conversation(tokenizer, frozenset((*tokenizer.eos_ids, *model.config.eos_ids)), system)
+    sampling = read(SamplingParams, options)
+    loader = EngineLoader(options)
+    tokenizer = load_tokenizer(loader.path)
+    conversation = Conversation(tokenizer, frozenset((*tokenizer.eos_ids, *loader.model.config.eos_ids)), system)
     conversation.ask("?")  # so that a template that refuses the system message does so now
-    mesh = plan_mesh(plan)
-    config = _config(options, console, model, plan, mesh, dtype)
-    engine = load_engine(options, options.model, config, mesh, dtype, console, tokenizer=tokenizer)
-    show_compiling(engine.compile, console, engine)
+    config = _config(options, loader)
+    engine = loader.load(config, tokenizer=tokenizer)
+    show_compiling(engine.compile, loader.console, engine)
 
-    history = None if options.no_history else _history_file()
-    loop = ChatLoop(engine, conversation, sampling, console, open_reader(COMMANDS, history))
+    history = None
+    if not options.no_history:
+        with contextlib.suppress(RuntimeError):  # the user has no home
+            history = platformdirs.user_state_path("longctx") / "chat_history"
+    loop = ChatLoop(engine, conversation, sampling, loader.console, LineReader(history))
     interrupts.leave_to_python()
     return loop.run()
 
 
-def _history_file() -> Path | None:
-    """Return the file of the messages of earlier runs; None: there is none, as the user has no home."""
-    try:
-        return platformdirs.user_state_path("longctx") / "chat_history"
-    except RuntimeError:
-        return None
-
-
-def _config(
-    options: argparse.Namespace,
-    console: Console,
-    model: Llama,
-    plan: ParallelPlan,
-    mesh: Mesh | None,
-    dtype: np.dtype[Any],
-) -> EngineConfig:
+def _config(options: argparse.Namespace, loader: EngineLoader) -> EngineConfig:
     """Steps of three sizes, for decodes, short messages and files, and pages for one conversation.
 
     Of two over several context ranks, where every combination is a program.
     """
-    context, wanted = model.config.max_positions, options.max_length
+    context, wanted = loader.model.config.max_positions, options.max_length
     if wanted is not None and wanted > context:
         raise ValueError(f"--max-length must be at most the model's context of {context}, got {wanted}")
-    short = [_SHORT_TURN] if plan.context == 1 and options.chunk_size > _SHORT_TURN else []
+    short = [_SHORT_TURN] if loader.plan.context == 1 and options.chunk_size > _SHORT_TURN else []
     config = EngineConfig(
         page_size=PAGE_SIZE,
         num_pages=None if wanted is None else -(-wanted // PAGE_SIZE),
@@ -92,11 +78,65 @@ def _config(
         max_logprobs=0,
         kv_dtype=options.kv_dtype,
     )
-    num_pages = check_memory(console, model, config, plan, mesh, dtype, _LOWER)
-    longest = min(wanted or context, num_pages * PAGE_SIZE * plan.context)
+    num_pages = loader.check_memory(config, _LOWER)
+    longest = min(wanted or context, num_pages * PAGE_SIZE * loader.plan.context)
     if wanted is None and longest < context:
-        console.note(f"context  {longest:,} tokens of the model's {context:,}: --max-length takes memory for more")
+        loader.console.note(
+            f"context  {longest:,} tokens of the model's {context:,}: --max-length takes memory for more"
+        )
     return dataclasses.replace(config, num_pages=num_pages, max_length=longest)
+
+
+class LineReader:
+    """Messages from standard input: by a line editor on a terminal, else each line is one.
+
+    Args:
+      history: file of earlier messages; None: none are kept.
+
+    Attributes:
+      is_terminal: whether a person waits.
+    """
+
+    def __init__(self, history: Path | None = None) -> None:
+        # What Python prints goes to another descriptor than libraries', and an editor's prompt to that of libraries.
+        self.is_terminal = all(each is not None and each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
+        self._history = history
+        if self.is_terminal:
+            readline.set_completer_delims("")
+            readline.set_completer(complete)
+            readline.parse_and_bind("tab: complete")
+            readline.set_history_length(_MOST_HISTORY)
+            if history is not None:
+                with contextlib.suppress(OSError):
+                    readline.read_history_file(history)
+        elif isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # a wrong byte is one message's error
+
+    def read(self) -> str | None:
+        """Return the next message; None at the end. KeyboardInterrupt: Ctrl-C."""
+        if not self.is_terminal:
+            line = "" if sys.stdin is None else sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
+        try:
+            with contextlib.redirect_stdout(sys.__stdout__):  # else `input` does without the editor
+                line = input("> ")
+        except EOFError:
+            return None
+        if self._history is not None:
+            with contextlib.suppress(OSError):
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                readline.write_history_file(self._history)  # which its owner alone can read
+        return line
+
+
+def complete(line: str, number: int) -> str | None:
+    """Return the n-th completion of a line: a command, or the path after `/file`."""
+    if line.startswith("/file "):
+        path = os.path.expanduser(line.removeprefix("/file "))
+        found = [f"/file {each}" for each in sorted(glob.glob(f"{glob.escape(path)}*"))]
+    else:
+        found = [name for name in COMMANDS if line and name.startswith(line)]
+    return found[number] if number < len(found) else None
 
 
 class ChatLoop:
@@ -117,7 +157,7 @@ class ChatLoop:
         self._status = 0
 
     def run(self) -> int:
-        """The exit status: 1 if an answer failed."""
+        """Talk until the end; the exit status, which is 1 if an answer failed."""
         if not self._conversation.has_template:
             self._console.note('This model has no chat template: it gets "Q: MESSAGE" and "A: ", each on a line.')
         if self._reader.is_terminal:
@@ -125,32 +165,34 @@ class ChatLoop:
         while True:
             try:
                 line = self._reader.read()
-                if line is None or not self._take(line):
+                if line is None or line.split(maxsplit=1)[:1] == ["/exit"]:
                     return self._status
+                interrupts.begin_anew()
+                if line.strip():
+                    self._take(line)
             except KeyboardInterrupt:
                 if not self._reader.is_terminal:
                     raise
+                interrupts.begin_anew()
                 _say("(/exit or Ctrl-D leaves)")
             except ValueError as error:
                 report_error(str(error), 0)
 
-    def _take(self, line: str) -> bool:
-        """Act on a line; False: it was the last."""
-        interrupts.begin_anew()
-        if not line.strip():
-            return True
-        if line.startswith("/"):
-            name, _, argument = line.partition(" ")
-            if name.strip() in ("/exit", "/quit"):
-                return False
-            if name.strip() not in _COMMANDS:
-                raise ValueError(f"no such command: {name.strip()} (/help lists them)")
-            _COMMANDS[name.strip()](self, argument.strip())
-        else:
+    def _take(self, line: str) -> None:
+        """Act on a message or a command."""
+        name, _, argument = line.strip().partition(" ")
+        if not line.startswith("/"):
             self._answer(check_text("the message", line.strip()))
-        return True
-
-    # Messages.
+        elif name == "/file":
+            self._read_file(argument.strip())
+        elif name == "/new":
+            self._number += 1
+            self._conversation.clear()
+            self._console.note("(a new conversation)")
+        elif name == "/help":
+            _say(HELP)
+        else:
+            raise ValueError(f"no such command: {name} (/help lists them)")
 
     def _answer(self, question: str) -> None:
         prompt = self._conversation.ask(question)
@@ -182,19 +224,14 @@ class ChatLoop:
         is_long = len(prompt.tokens) - len(self._conversation.tokens) > 2 * self._engine.config.token_budget
         console = self._console if is_long else Console(is_quiet=True)
         output: Output | None = None
-        with noting_interrupts() as noted:
+        with _noting_interrupts() as noted:
             request_id = self._engine.submit(request)
             for events in steps(self._engine, request_id, console):
                 for event in events:
                     output = event.output
                     show(event.text)
                 if noted:
-                    break
-            self._engine.cancel(request_id)  # if it has not ended
-            while self._engine.has_work:
-                for event in self._engine.step():
-                    output = event.output
-                    show(event.text)
+                    self._engine.cancel(request_id)  # which `steps` sees to its end
         interrupts.begin_anew()
         assert output is not None
         return output
@@ -204,16 +241,17 @@ class ChatLoop:
         sys.stdout.write(text.translate(_NO_CONTROLS) if self._reader.is_terminal else text)
         sys.stdout.flush()
 
-    # Commands.
-
     def _read_file(self, argument: str) -> None:
         if len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "'\"":
             argument = argument[1:-1]
         if not argument.strip():
             raise ValueError("/file needs the path of a file")
-        path = _path(argument)
+        try:
+            path = Path(check_text("/file", argument)).expanduser()
+        except RuntimeError as error:  # there is no such user
+            raise ValueError(f"/file: {error}") from None
         most = self._engine.max_length
-        text = read_document("/file", path, most * _MOST_BYTES_A_TOKEN)
+        text = read_text("/file", path, most * _MOST_BYTES_A_TOKEN)
         prompt = self._conversation.attach(Document(path.name, text.rstrip()))
         room = most - min(_MOST_BYTES_A_TOKEN, most // 4)  # for a question and the beginning of an answer
         if len(prompt.tokens) > room:
@@ -221,8 +259,7 @@ class ChatLoop:
                 f"/file: with {path} the conversation would have {len(prompt.tokens):,} tokens, and the context of "
                 f"{most:,} leaves room for {room:,} before a question"
             )
-        # The one token that is drawn is of no interest.
-        output = self._run(prompt, 1, lambda text: None)
+        output = self._run(prompt, 1, lambda text: None)  # the one token that is drawn is of no interest
         if output.finish_reason == "error":
             self._status = report_error(f"failed: {output.error}", FAILED)
         elif not output.token_ids:
@@ -230,44 +267,6 @@ class ChatLoop:
         else:
             self._conversation.accept(prompt)
             self._console.note(_figures(output, f"{path.name} read: "))
-
-    def _show_stats(self, argument: str) -> None:
-        conversation, stats = self._conversation, self._engine.stats()
-        files = sum(len(turn.documents) for turn in conversation.turns) + len(conversation.documents)
-        _say(
-            f"turns         {len(conversation.turns)}\n"
-            f"files         {files}\n"
-            f"context       {len(conversation.tokens):,} of {self._engine.max_length:,} tokens\n"
-            f"all together  {stats.prompt_tokens:,} tokens read, {stats.cached_tokens:,} found in the cache, "
-            f"{stats.output_tokens:,} generated\n"
-            f"pages         {stats.pages_cached:,} of {self._engine.num_pages:,} cached"
-        )
-
-    def _begin_anew(self, argument: str) -> None:
-        self._number += 1
-        self._conversation.clear()
-        self._console.note("(a new conversation)")
-
-    def _show_help(self, argument: str) -> None:
-        _say(HELP)
-
-
-_COMMANDS: dict[str, Callable[[ChatLoop, str], None]] = {
-    "/file": ChatLoop._read_file,
-    "/stats": ChatLoop._show_stats,
-    "/new": ChatLoop._begin_anew,
-    "/clear": ChatLoop._begin_anew,
-    "/help": ChatLoop._show_help,
-}
-COMMANDS = (*_COMMANDS, "/exit")
-"""Their names, for completion."""
-
-
-def _path(text: str) -> Path:
-    try:
-        return Path(check_text("/file", text)).expanduser()
-    except RuntimeError as error:  # there is no such user
-        raise ValueError(f"/file: {error}") from None
 
 
 def _figures(output: Output, before: str = "", end: str = "") -> str:
@@ -289,3 +288,16 @@ def _figures(output: Output, before: str = "", end: str = "") -> str:
 def _say(text: str) -> None:
     """Print what was asked for, `--quiet` or not."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """Within it, Ctrl-C raises nothing, but appends to a list; for the main thread."""
+    noted: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in the background of a shell script
+        signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -29,7 +29,6 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
-AXES = ("stage", "context", "tensor")
 CHANGES = ("policy", "chunking", "max_share", "num_pages", "token_budget", "max_running", "admission", "run_ahead")
 """Settings that `longctx replay` can change."""
 
@@ -76,7 +75,7 @@ _SERVE = (
     Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file")),
     Flags(EngineConfig, "access", ("tenant_weights",)),
     Flags(ServerSettings, "access", ("allow_hosts", "allow_origins")),
-    Flags(ServeFlags, "recording", ("record", "record_private", "record_bytes")),
+    Flags(ServeFlags, "recording", ("record", "record_bytes")),
     Flags(ObserverSettings, "observers"),
     _ENGINE,
     Flags(
@@ -86,7 +85,6 @@ _SERVE = (
         defaults={"host_bytes": None, "disk_bytes": None},
         parse={"host_bytes": parse_bytes, "disk_bytes": parse_bytes},
     ),
-    Flags(EngineConfig, _TIERS, ("verify_share",)),
     Flags(ServeFlags, _TIERS, ("kv_secret_file",)),
     Flags(TransferFlags, "prefill and decode apart (docs/kv_transfer.md); needs --kv-secret-file"),
     Flags(ClusterFlags, "many engines behind one address (docs/cluster.md)"),
@@ -128,16 +126,9 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
     ),
     "quantize": (Flags(QuantizeFlags, positional={"model": "DIR", "out": "OUT"}),),
     "replay": (
-        Flags(ReplayFlags, only=("log", "json", "until", "explain", "accuracy"), positional={"log": "DIR"}),
+        Flags(ReplayFlags, only=("log", "json", "explain"), positional={"log": "DIR"}),
         Flags(EngineConfig, _OTHER_SETTINGS, CHANGES, are_changes=True),
         Flags(ReplayFlags, _OTHER_SETTINGS, ("slo",)),
-        Flags(
-            ReplayFlags,
-            "on the model",
-            ("model", "dtype", "compiles_anew"),
-            names={"compiles_anew": "no_compile_cache"},
-        ),
-        Flags(ParallelPlan, "on the model", AXES, are_changes=True),
     ),
     "serve": _SERVE,
     "simulate": (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longctx.models import Tokenizer
+from longctx.models.chat_template import PLAIN_STOP, has_template
 from longctx.models.tokenizer import HFTokenizer
 from longctx.models.validation import shown
 from longctx.serving import Output
@@ -65,12 +66,12 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
-        return getattr(self.tokenizer, "chat_template", None) is not None
+        return has_template(self.tokenizer)
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end an answer: a model without a template would go on with the next question."""
-        return () if self.has_template else ("\nQ:",)
+        """Return the texts that end an answer."""
+        return () if self.has_template else PLAIN_STOP
 
     def ask(self, question: str) -> Prompt:
         """The prompt for a question; `accept` what came of it.

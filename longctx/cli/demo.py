@@ -7,65 +7,53 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from longctx.cli.engine import LOWER, check_memory, decode_rate, load_engine, show_compiling, steps
-from longctx.cli.files import check_prompt, read_text
+from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.flags import naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
-from longctx.models.checkpoint import read_model
-from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
+from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
 
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
 PAGE_SIZE = 64
 NOTE_QUESTIONS = 4
-_LOWER = LOWER | {"pages": "shorten the document", "steps": "lower --chunk-size"}
+_LOWER = LOWER | {"pages": "lower --tokens", "steps": "lower --chunk-size"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text, the prompt of both, and the expected answer if it is known."""
+    """A question about a text, the prompt of both, and the expected answer."""
 
     text: str
     prompt: str
     about: str  # "document" or "note"
-    expected: str | None = None
+    expected: str
 
 
 def run(options: argparse.Namespace) -> int:
-    if (options.document is None) != (options.question is None):
-        raise ValueError("--document and --question go together")
-    console = Console(options.quiet)
-    (model, dtype), tokenizer = read_model(TINY), load_tokenizer(TINY)
-    notes: list[Question] = []
-    if options.document is None:
-        _check_lengths(options, model, tokenizer)
-        with naming({"num_bytes": "--tokens", "num_facts": "--questions"}):
-            document = passkey.make_document(options.tokens, options.questions, options.seed)
-        # The note has a seed that no document has. Its questions are answered while the document is prefilled.
-        note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
-        questions, notes = _questions(document, "document"), _questions(note, "note")
-    else:
-        text, question = read_text("--document", options.document), check_prompt("--question", options.question)
-        questions = [Question(question, passkey.prompt(text, question), "document")]
-
-    config = _config(model, tokenizer, questions, notes, options.chunk_size)
-    check_memory(console, model, config, ParallelPlan(), None, dtype, _LOWER)
-    if options.document is None:
-        print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
-        print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
-    engine = load_engine(options, TINY, config, None, dtype, console, tokenizer=tokenizer)
-    compiling = show_compiling(engine.compile, console, engine)
-    conversation = _Conversation(engine, questions, notes, console)
+    """Ask, and print answers and figures."""
+    loader, tokenizer = EngineLoader(options, model=TINY), load_tokenizer(TINY)
+    _check_lengths(options, loader.model, tokenizer)
+    with naming({"num_bytes": "--tokens", "num_facts": "--questions"}):
+        document = passkey.make_document(options.tokens, options.questions, options.seed)
+    # The note has a seed that no document has. Its questions are answered while the document is prefilled.
+    note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
+    questions, notes = _questions(document, "document"), _questions(note, "note")
+    config = _config(loader.model, tokenizer, questions, notes, options.chunk_size)
+    loader.check_memory(config, _LOWER)
+    print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
+    print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
+    engine = loader.load(config, tokenizer=tokenizer)
+    compiling = show_compiling(engine.compile, loader.console, engine)
+    conversation = _Conversation(engine, questions, notes, loader.console)
     conversation.run()
+    total = len(questions) + len(notes)
     if failures := conversation.failures:
-        total, causes = len(questions) + len(notes), ", ".join(sorted(set(failures)))
-        return report_error(f"failed: {len(failures)} of {total} answers: {causes}", FAILED)
-    console.note(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
-    if conversation.num_expected:
-        print(f"right    {conversation.num_right} of {conversation.num_expected}")
-    return 0 if conversation.num_right == conversation.num_expected else FAILED
+        return report_error(f"failed: {len(failures)} of {total} answers: {', '.join(sorted(set(failures)))}", FAILED)
+    loader.console.note(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
+    print(f"right    {conversation.num_right} of {total}")
+    return 0 if conversation.num_right == total else FAILED
 
 
 def _check_lengths(options: argparse.Namespace, model: Llama, tokenizer: Tokenizer) -> None:
@@ -91,17 +79,11 @@ def _config(
     model: Llama, tokenizer: Tokenizer, questions: list[Question], notes: list[Question], chunk_size: int
 ) -> EngineConfig:
     """Two step sizes, for prefill and for decodes only, and pages for one copy of both texts."""
-    longest, note = (
-        max((len(tokenizer.encode(q.prompt)) for q in asked), default=0) + MAX_ANSWER for asked in (questions, notes)
-    )
-    context = model.config.max_positions
-    if longest > context:
-        raise ValueError(
-            f"the document, a question and its answer make {longest:,} tokens, "
-            f"more than the model's context of {context:,}"
-        )
+    longest, note = (max(len(tokenizer.encode(q.prompt)) for q in asked) + MAX_ANSWER for asked in (questions, notes))
     running = min(MAX_RUNNING, chunk_size)
-    max_length = min(context, _round_up(longest, 4096))  # rounded so that texts of similar sizes share compiled steps
+    max_length = min(
+        model.config.max_positions, _round_up(longest, 4096)
+    )  # rounded so that texts of similar sizes share compiled steps
     own = max(len(q.text.encode()) + MAX_ANSWER for q in questions) + 2 * PAGE_SIZE
     tokens = max_length + _round_up(note, 2048) + running * _round_up(own, PAGE_SIZE)
     return EngineConfig(
@@ -132,7 +114,6 @@ class _Conversation:
         self._prompt_tokens, self._seconds = 0, 0.0  # until the document was prefilled, notes included
         self.num_right = 0
         self.failures: list[str] = []
-        self.num_expected = sum(question.expected is not None for question in [*questions, *notes])
 
     def run(self) -> None:
         print(f"\n{'time':>8}  {'read':>5}  about     {'question':{self._width}}  answer      TTFT  cached tokens")
@@ -188,7 +169,7 @@ class _Conversation:
         self.num_right += is_right
         if output.finish_reason == "error":
             self.failures.append(str(output.error))
-        wrong = "" if is_right or question.expected is None else f"  wrong: it is {question.expected}"
+        wrong = "" if is_right else f"  wrong: it is {question.expected}"
         tqdm.write(
             f"{time.monotonic() - self._start:6.2f} s  {self._share():5.0%}  {question.about:8}  "
             f"{question.text:{self._width}}  {answer:6}  {metrics.ttft or 0:6.2f} s  {metrics.cached_tokens:,}{wrong}"

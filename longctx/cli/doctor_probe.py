@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from longctx.cli.doctor_report import Report, first_line
+from longctx.cli.doctor import Report, first_line
 from longctx.cli.terminal import stdout_is_ours
 
 _TOKENS = 131_072  # of the prompt that an exchange is chosen for
@@ -37,7 +37,7 @@ def _devices(report: Report, devices: list[Any]) -> None:
         ("what would be picked", _choices),
         ("XLA's flags", _xla_flags),
     ):
-        with report.asking(what, "report it, with --json"):
+        with report.asking(what):
             look(report, devices)
 
 

@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from longctx.cli.flags import flag, naming
 from longctx.cli.settings import ENGINE_FLAGS, given_topology, parallel_plan
 from longctx.cli.terminal import Console, interrupts
 from longctx.kernels import explain
-from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint
-from longctx.models.params import Params
+from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint, resolve_model
+from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
 from longctx.parallel.topology import AXES
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
@@ -56,28 +57,6 @@ def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
     interrupts.leave_to_python()  # the other processes are told
     with naming((*_PROCESSES, "ports")):
         return initialize(**arguments)
-
-
-def make_parameter_mesh(
-    options: argparse.Namespace, plan: ParallelPlan, group: ProcessGroup, console: Console
-) -> Mesh | None:
-    """Make the mesh that the parameters of `options.model` are sharded over; process 0 prints it.
-
-    None: one device.
-    """
-    if group.num_processes == 1:
-        return plan_mesh(plan)
-    group.agree("checkpoint", checkpoint_fingerprint(options.model))
-    if plan.num_devices % group.num_processes:
-        raise ValueError(
-            f"--num-processes must divide the {plan.num_devices} devices of --stage, --context and --tensor, "
-            f"got {group.num_processes}"
-        )
-    make_cpu_devices(plan.num_devices // group.num_processes)
-    mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
-    if group.is_first:
-        console.note(describe_mesh(mesh, group))
-    return mesh
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
@@ -149,36 +128,66 @@ def describe_kernels(model: Llama, config: EngineConfig, dtype: np.dtype[Any]) -
     return f"kernels  {found.taken} on {jax.devices()[0].device_kind}: {reason}"
 
 
-def load_engine(
-    options: argparse.Namespace,
-    path: Path,
-    config: EngineConfig,
-    mesh: Mesh | None,
-    dtype: np.dtype[Any],
-    console: Console,
-    **more: Any,
-) -> Engine:
-    """Load a checkpoint and make its engine, see `make_engine`; the kernels are printed.
+class EngineLoader:
+    """Model that a command's flags name, and what its engine is made of; no weights are read before `load`.
 
     Args:
-      path: of the checkpoint.
-      **more: further arguments of `Engine`.
+      options: of the command.
+      group: processes that run the engine together; the first one prints.
+      model: instead of `options.model`.
+
+    Attributes:
+      console: of this process.
+      path: of the checkpoint. model, dtype: as its headers have them.
+      plan, mesh: of the devices; mesh None: one device.
+      subject: what the engine's times depend on, once it is loaded.
     """
-    model, params = load_checkpoint(path, mesh, dtype)
-    console.note(describe_kernels(model, config, dtype))
-    return make_engine(options, model, params, config, mesh, **more)
 
+    def __init__(
+        self, options: argparse.Namespace, group: ProcessGroup | None = None, model: str | Path | None = None
+    ) -> None:
+        self._options, self._group = options, group or ProcessGroup.alone()
+        self.console = Console(options.quiet or not self._group.is_first)
+        self.path = resolve_model(options.model if model is None else model, options.quiet)
+        self.model, self.dtype = read_model(self.path, getattr(options, "dtype", None))
+        self.plan = parallel_plan(options) if ParallelPlan in options.fields else ParallelPlan()
 
-def make_engine(
-    options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, mesh: Mesh | None, **more: Any
-) -> Engine:
-    """Make an engine with the plan, topology and `--profile` of the flags; `more` are arguments of `Engine`."""
-    predictor, plan = None, parallel_plan(options) if ParallelPlan in options.fields else None
-    if getattr(options, "profile", None) is not None:
-        predictor = load_profile(options.profile, subject(model, params, config, plan))
-    topology = given_topology(options)
-    with naming(ENGINE_FLAGS):
-        return Engine(model, params, config, mesh, predictor=predictor, plan=plan, topology=topology, **more)
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """Return the mesh that the parameters are sharded over; process 0 prints that of several processes."""
+        plan, group = self.plan, self._group
+        if group.num_processes == 1:
+            return plan_mesh(plan)
+        group.agree("checkpoint", checkpoint_fingerprint(self.path))
+        if plan.num_devices % group.num_processes:
+            raise ValueError(
+                f"--num-processes must divide the {plan.num_devices} devices of --stage, --context and --tensor, "
+                f"got {group.num_processes}"
+            )
+        make_cpu_devices(plan.num_devices // group.num_processes)
+        mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
+        self.console.note(describe_mesh(mesh, group))
+        return mesh
+
+    def check_memory(self, config: EngineConfig, lower: Mapping[str, str] = LOWER, least_pages: int = 1) -> int:
+        """Check that an engine fits into memory, as `check_memory` does; returns its pages on each context rank."""
+        return check_memory(self.console, self.model, config, self.plan, self.mesh, self.dtype, lower, least_pages)
+
+    def load(self, config: EngineConfig, **more: Any) -> Engine:
+        """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels.
+
+        Args:
+          config: of the engine.
+          **more: further arguments of `Engine`.
+        """
+        model, params = load_checkpoint(self.path, self.mesh, self.dtype)
+        self.console.note(describe_kernels(model, config, self.dtype))
+        self.subject, predictor = subject(model, params, config, self.plan), None
+        if getattr(self._options, "profile", None) is not None:
+            predictor = load_profile(self._options.profile, self.subject)
+        more |= {"predictor": predictor, "plan": self.plan, "topology": given_topology(self._options)}
+        with naming(ENGINE_FLAGS):
+            return Engine(model, params, config, self.mesh, process_group=self._group, **more)
 
 
 def show_compiling(compile_steps: Callable[[Progress], None], console: Console, engine: Engine | None = None) -> float:

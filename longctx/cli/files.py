@@ -7,52 +7,39 @@ from pathlib import Path
 from longctx.serving.validation import check_text
 
 
-def read_text(flag: str, path: Path) -> str:
-    """The text of a UTF-8 file.
+def read_text(flag: str, path: Path, max_bytes: int | None = None) -> str:
+    """Read a UTF-8 text; line ends become newlines.
+
+    Args:
+      flag: or command that names the file.
+      path: of the file.
+      max_bytes: where a message names the file: it is a regular one of at most these. None: it may be a pipe.
 
     Raises:
-      ValueError: it can't be read, is not UTF-8, or has nothing but white space; the message has the flag and the file.
+      ValueError: it can't be read, is too large or binary, is not UTF-8, or has nothing but white space; the message
+        has the flag and the file.
     """
-    check_input(flag, path)
     try:
-        contents = path.read_bytes()
+        check_input(flag, path)
+        if max_bytes is not None and not path.is_file():  # a pipe or a device may never end
+            raise ValueError(f"{flag}: {path} is not a regular file")
+        with path.open("rb") as file:
+            contents = file.read() if max_bytes is None else file.read(max_bytes + 1)
     except OSError as error:
         raise ValueError(f"{flag}: {path} can't be read: {error.strerror}") from None
-    return _text(flag, path, contents)
-
-
-def _text(flag: str, path: Path, contents: bytes) -> str:
+    if max_bytes is not None and len(contents) > max_bytes:
+        raise ValueError(
+            f"{flag}: {path} has more than {max_bytes:,} bytes, which are too many for the model's context"
+        )
+    if b"\0" in contents:
+        raise ValueError(f"{flag}: {path} is a binary file")
     try:
-        # Line ends become \n.
         text = io.TextIOWrapper(io.BytesIO(contents), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag}: {path} is not UTF-8: byte {error.start} is wrong, {error.reason}") from None
     if not text.strip():
         raise ValueError(f"{flag}: {path} is empty")
     return text
-
-
-def read_document(name: str, path: Path, max_bytes: int) -> str:
-    """Read the text of a file that a message names, of at most `max_bytes`.
-
-    Raises:
-      ValueError: as from `read_text`, or it is no regular file, or larger, or binary.
-    """
-    try:
-        check_input(name, path)
-        if not path.is_file():  # a pipe or a device may never end
-            raise ValueError(f"{name}: {path} is not a regular file")
-        with path.open("rb") as file:
-            contents = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ValueError(f"{name}: {path} can't be read: {error.strerror}") from None
-    if len(contents) > max_bytes:
-        raise ValueError(
-            f"{name}: {path} has more than {max_bytes:,} bytes, which are too many for the model's context"
-        )
-    if b"\0" in contents:
-        raise ValueError(f"{name}: {path} is a binary file")
-    return _text(name, path, contents)
 
 
 def check_prompt(flag: str, text: str) -> str:

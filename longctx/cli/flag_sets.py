@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
-from longctx.serving.validation import MAX_INT32, AboveZero, Count, Positive, Range
+from longctx.models.validation import MAX_INT32
+from longctx.serving.validation import AboveZero, Count, Positive, Range
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _AtLeastZero = Annotated[float, Range(0)]
@@ -149,16 +150,12 @@ class DemoFlags:
       tokens: length of the document in bytes.
       questions: pass keys to hide.
       seed: of the document.
-      document: ask about this text instead (with --question).
-      question: such as "What is the pass key of lemon?".
       chunk_size: the most tokens of a step.
     """
 
     tokens: int = 32768
     questions: Positive = 8
     seed: Count = 0
-    document: Path | None = None
-    question: str | None = None
     chunk_size: Positive = 512
 
 
@@ -275,24 +272,14 @@ class ReplayFlags:
     Attributes:
       log: folder that `longctx serve --record DIR` wrote; its last run.
       json: all that is found.
-      until: stop at this step, and print the scheduler's state.
-      explain: why a request waited; REQUEST/N: its completion of this number.
-      accuracy: simulate it with measured and with predicted step times, and compare.
+      explain: what this request waited for, step by step.
       slo: NAME=X[,NAME=X] of ttft_factor, ttft_least, tpot, tpot_factor, step_seconds: default targets.
-      model: compute the tokens again, and compare them: checkpoint directory, .gguf file, or owner/name of the hub.
-      dtype: of the model. None: the recorded engine's.
-      compiles_anew: don't keep compiled programs, as of `longctx bench`.
     """
 
     log: Path
     json: Path | None = None
-    until: Count | None = None
     explain: str | None = None
-    accuracy: bool = False
     slo: str | None = None
-    model: str | None = None
-    dtype: Dtype | None = None
-    compiles_anew: bool = False
 
 
 @flag_set
@@ -309,9 +296,8 @@ class ServeFlags:
       admin_key_file: keys that loads, aborts and profiles need, one a line.
       served_model_name: name by which clients call the model.
       chat_template: jinja2 template of chats. None: the tokenizer's own.
-      record: folder to which all that decisions follow from is written, prompts too, for `longctx replay`.
-      record_private: leave prompts and answers out.
-      record_bytes: bytes of a run, above which its oldest files are deleted.
+      record: folder to which all that decisions follow from is written, for `longctx replay`: no prompt, no answer.
+      record_bytes: bytes of a run, after which nothing more is recorded.
       kv_secret_file: secret of the keys of pages, the same for engines that share them. None: one in --kv-disk, or
         random.
     """
@@ -326,7 +312,6 @@ class ServeFlags:
     served_model_name: tuple[str, ...] = ()
     chat_template: Path | None = None
     record: Path | None = None
-    record_private: bool = False
     record_bytes: int = 2**30
     kv_secret_file: Path | None = None
 
@@ -344,9 +329,6 @@ class TransferFlags:
         as 10.0.0.0/8.
       kv_plain: do not encrypt pages: faster, for a trusted network.
       kv_messenger: what carries the pages.
-      prefill_from: URL of a server that reads long prompts for this one.
-      prefill_key_file: the key that these take for /server_info and /load.
-      prefill_inline: tokens of a prompt, not cached, up to which this server reads it itself.
     """
 
     role: Role | None = None
@@ -356,9 +338,6 @@ class TransferFlags:
     kv_peer: tuple[str, ...] = ()
     kv_plain: bool = False
     kv_messenger: Messenger = "zmq"
-    prefill_from: tuple[str, ...] = ()
-    prefill_key_file: Path | None = None
-    prefill_inline: int = 512
 
 
 @flag_set

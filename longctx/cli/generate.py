@@ -3,23 +3,12 @@
 import argparse
 import sys
 
-from longctx.cli.engine import (
-    LOWER,
-    check_memory,
-    decode_rate,
-    initialize_processes,
-    load_engine,
-    make_parameter_mesh,
-    show_compiling,
-    steps,
-)
+from longctx.cli.engine import LOWER, EngineLoader, decode_rate, initialize_processes, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
-from longctx.cli.settings import parallel_plan
-from longctx.cli.terminal import FAILED, Console, report_error
-from longctx.models import Llama, load_tokenizer, resolve_model
-from longctx.models.checkpoint import read_model
-from longctx.serving import EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
+from longctx.cli.terminal import FAILED, report_error
+from longctx.models import Llama, load_tokenizer
+from longctx.serving import EngineConfig, Event, Output, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 
 PAGE_SIZE = 64
@@ -30,6 +19,7 @@ _LOWER = LOWER | {
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the completions."""
     sampling = read(SamplingParams, options)
     if sampling.n > options.max_running:
         raise ValueError(f"--n must be at most --max-running={options.max_running}, got {sampling.n}")
@@ -37,35 +27,29 @@ def run(options: argparse.Namespace) -> int:
         text = read_text("--prompt-file", options.prompt_file)
     else:
         text = check_prompt("--prompt", options.prompt)
-    plan = parallel_plan(options)
     with initialize_processes(options) as group:
-        return _generate(options, text, sampling, plan, group)
+        return _generate(options, text, sampling, group)
 
 
-def _generate(
-    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, group: ProcessGroup
-) -> int:
-    console = Console(options.quiet or not group.is_first)
-    options.model = resolve_model(options.model, options.quiet)
-    tokenizer = load_tokenizer(options.model)
+def _generate(options: argparse.Namespace, text: str, sampling: SamplingParams, group: ProcessGroup) -> int:
+    loader = EngineLoader(options, group)
+    tokenizer = load_tokenizer(loader.path)
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    model, dtype = read_model(options.model, options.dtype)
-    config = _config(model, len(tokens), sampling, options.chunk_size, options.kv_dtype)
-    mesh = make_parameter_mesh(options, plan, group, console)
-    check_memory(console, model, config, plan, mesh, dtype, _LOWER)
-    engine = load_engine(options, options.model, config, mesh, dtype, console, tokenizer=tokenizer, process_group=group)
+    config = _config(loader.model, len(tokens), sampling, options.chunk_size, options.kv_dtype)
+    loader.check_memory(config, _LOWER)
+    engine = loader.load(config, tokenizer=tokenizer)
     if not group.is_first:
         engine.follow()
         return 0
-    compiling = show_compiling(engine.compile, console, engine)
+    compiling = show_compiling(engine.compile, loader.console, engine)
 
     request_id = engine.submit(Request(tokens, sampling))
     printer = _Printer(sampling.n)
-    for events in steps(engine, request_id, console):
+    for events in steps(engine, request_id, loader.console):
         for event in events:
             printer.show(event)
 
@@ -75,7 +59,7 @@ def _generate(
         return report_error(f"failed: {len(failed)} of {sampling.n} completions: {causes}", FAILED)
     ttft = printer.outputs[0].metrics.ttft
     assert ttft is not None
-    console.note(
+    loader.console.note(
         f"\nprompt   {len(tokens):,} tokens\n"
         f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
         f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"

@@ -6,5 +6,6 @@ from longctx.serving.distributed.environment import make_group_secret
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the secret."""
     print(make_group_secret())
     return 0

@@ -28,6 +28,7 @@ _NAMES = {"gpus": "--gpus", "host_gpus": "--host-gpus", "context": "--context", 
 
 
 def run(options: argparse.Namespace) -> int:
+    """Search, and print the best plans and why others do not do."""
     _check(options)
     model, console = named_model(options.model), Console(options.quiet)
     topology = given_topology(options)

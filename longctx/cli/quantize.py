@@ -8,6 +8,7 @@ from longctx.serving.engine.memory import in_units
 
 
 def run(options: argparse.Namespace) -> int:
+    """Write the checkpoint, and print its size."""
     console = Console(options.quiet)
     model = resolve_model(options.model, options.quiet)
     with console.progress("quantising", "tensor", leave=False) as progress:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -11,46 +12,32 @@ import sys
 import tempfile
 import threading
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from longctx import extras
-from longctx.cli.engine import (
-    check_memory,
-    describe_kernels,
-    initialize_processes,
-    load_engine,
-    make_parameter_mesh,
-    show_compiling,
-)
+from longctx.cli.engine import EngineLoader, check_memory, describe_kernels, initialize_processes, show_compiling
 from longctx.cli.files import check_input
 from longctx.cli.flags import flag, naming, read
 from longctx.cli.serve_settings import (
     address_text,
-    chat_template_text,
+    chat_template,
     check_join_flags,
     check_transfer_flags,
-    check_weights,
-    follower_messenger,
     joining,
+    make_messenger,
+    make_transfers,
     model_names,
-    observer_settings,
     serve_config,
     server_settings,
-    transfer_maker,
 )
-from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cluster.launcher.supervised import end_with_parent
-from longctx.models import Llama, load_tokenizer, resolve_model
+from longctx.models import load_tokenizer
 from longctx.models.chat_template import ChatTemplate
-from longctx.models.checkpoint import read_model
-from longctx.models.checkpoint_verify import checkpoint_fingerprint
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving import Engine, EngineConfig
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.memory import page_bytes
@@ -65,6 +52,7 @@ _FOLLOWING = 10.0  # seconds for which a follower waits for the first process lo
 
 
 def run(options: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
     if options.end_with_stdin:
         end_with_parent()
     extras.check("serve", "longctx serve")
@@ -77,62 +65,73 @@ def run(options: argparse.Namespace) -> int:
     for name in ("launcher", "instance_key_file"):
         if getattr(options, name) is not None:
             raise ValueError(f"{flag(name)} needs --cluster")
-    settings, limits = server_settings(options), read(AdmissionLimits, options)
-    observers = observer_settings(options)
+    if options.otlp is not None:
+        extras.check("otlp", "--otlp")
     _check_record(options)
     check_join_flags(options)
     check_transfer_flags(options)
-    config = serve_config(options)
-    check_weights(settings, config)
-    template = chat_template_text(options)
+    settings = _Settings(
+        serve_config(options),
+        server_settings(options),
+        read(AdmissionLimits, options),
+        read(ObserverSettings, options),
+        chat_template(options),
+    )
+    names = {key.name for key in settings.server.api_keys}
+    for name in settings.config.tenant_weights:
+        if name not in names:
+            raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
     if options.profile is not None:
         check_input("--profile", options.profile)
     with initialize_processes(options) as group, contextlib.ExitStack() as stack:
         listener = None
         if group.is_first:  # before anything that takes long
             listener = stack.enter_context(bind(options.host, options.port))
-        return _serve(options, config, settings, limits, observers, template, group, listener)
+        return _serve(options, settings, group, listener)
+
+
+class _Settings(NamedTuple):
+    config: EngineConfig
+    server: ServerSettings
+    limits: AdmissionLimits
+    observers: ObserverSettings
+    template: ChatTemplate | None
 
 
 def _serve(
-    options: argparse.Namespace,
-    config: EngineConfig,
-    settings: ServerSettings,
-    limits: AdmissionLimits,
-    observers: ObserverSettings,
-    template: str | None,
-    group: ProcessGroup,
-    listener: socket.socket | None,
+    options: argparse.Namespace, settings: _Settings, group: ProcessGroup, listener: socket.socket | None
 ) -> int:
     from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
 
-    console = Console(options.quiet or not group.is_first)
     names = model_names(options)
-    options.model = resolve_model(options.model, options.quiet)
-    tokenizer = load_tokenizer(options.model)
-    model, dtype = read_model(options.model, options.dtype)
-    plan = parallel_plan(options)
-    mesh = make_parameter_mesh(options, plan, group, console)
-    config = _with_pages(console, model, config, plan, mesh, dtype)
-    recorder = None if listener is None else _recorder(options, names[0])
-    more: dict[str, Any] = {"tokenizer": tokenizer, "process_group": group, "recorder": recorder}
-    engine = load_engine(options, options.model, config, mesh, dtype, console, **more)
+    loader = EngineLoader(options, group)
+    console, config = loader.console, _with_pages(loader, settings.config)
+    recorder = None if listener is None else _recorder(options)
+    engine = loader.load(config, tokenizer=load_tokenizer(loader.path), recorder=recorder)
     if listener is None:
-        return _follow(engine, options, settings.shutdown_timeout)
+        return _follow(engine, options, settings.server.shutdown_timeout)
+    address = address_text(listener.getsockname())
 
     def warm_up(engine: Engine) -> None:
-        _log.info(describe_kernels(model, config, dtype))
+        _log.info(describe_kernels(loader.model, config, loader.dtype))
         show_compiling(engine.warm_up, console, engine)
-        console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
+        console.note(f"ready    {names[0]} at http://{address}")
 
-    chat_template = None if template is None else ChatTemplate(options.chat_template, template)
     with naming(each.name for each in dataclasses.fields(ObserverSettings)):
-        make_transfers = transfer_maker(options)
-        server = Server(engine, names, settings, limits, chat_template, warm_up, observers, make_transfers)
+        transfers = None if options.role is None else functools.partial(make_transfers, options)
+        server = Server(
+            engine,
+            names,
+            settings.server,
+            settings.limits,
+            settings.template,
+            warm_up,
+            settings.observers,
+            transfers,
+        )
     http = HttpServer(server)
     interrupts.leave_to_python()
-    address = address_text(listener.getsockname())
     with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
@@ -144,8 +143,6 @@ def _serve(
 def _check_record(options: argparse.Namespace) -> None:
     """Check beforehand that something can be recorded."""
     if options.record is None:
-        if options.record_private:
-            raise ValueError("--record-private needs --record")
         return
     try:
         options.record.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,12 +151,11 @@ def _check_record(options: argparse.Namespace) -> None:
         raise ValueError(f"--record {options.record} can't be written to: {error.strerror}") from None
 
 
-def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
+def _recorder(options: argparse.Namespace) -> Recorder | None:
     if options.record is None:
         return None
     with naming({"max_bytes": "--record-bytes"}):
-        weights = checkpoint_fingerprint(options.model)
-        return open_recorder(options.record, options.record_private, options.record_bytes, model_name, weights)
+        return open_recorder(options.record, options.record_bytes)
 
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:
@@ -173,24 +169,23 @@ def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end_later)
-    messenger = follower_messenger(options, engine)
+    messenger = None if options.role is None else make_messenger(options, engine)
     engine.follow(messenger)
     if messenger is not None:
         messenger.close()
     return 0
 
 
-def _with_pages(
-    console: Console, model: Llama, config: EngineConfig, plan: ParallelPlan, mesh: Mesh | None, dtype: np.dtype[Any]
-) -> EngineConfig:
+def _with_pages(loader: EngineLoader, config: EngineConfig) -> EngineConfig:
     """Check the memory of an engine, and set its pages where that is the host's: as many as fit into a small part.
 
     Pages of accelerators stay None: as many as fit beside the programs of the engine, which finds them.
     """
     if config.num_pages is None and jax.default_backend() == "cpu":
-        page = page_bytes(model, config, mesh or make_mesh(), dtype)
+        model, plan = loader.model, loader.plan
+        page = page_bytes(model, config, loader.mesh or make_mesh(), loader.dtype)
         longest = -(-config.longest_sequence(model.config.max_positions) // (config.page_size * plan.context))
-        fit = check_memory(Console(True), model, config, plan, mesh, dtype)
+        fit = check_memory(Console(True), model, config, plan, loader.mesh, loader.dtype)
         config = dataclasses.replace(config, num_pages=min(fit, max(longest, _CPU_CACHE // page)))
-    check_memory(console, model, config, plan, mesh, dtype)
+    loader.check_memory(config)
     return config

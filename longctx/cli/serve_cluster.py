@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.cli import command_parser
+from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing
 from longctx.cli.serve_settings import (
     address_text,
-    chat_template_text,
+    chat_template,
     check_transfer_flags,
     model_names,
     serve_config,
@@ -36,7 +36,7 @@ from longctx.cluster.launcher.launcher import (
     StaticLauncher,
 )
 from longctx.cluster.router.routes import make_router_app
-from longctx.cluster.router.server import Member, RouterServer, RouterSettings
+from longctx.cluster.router.server import RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -57,7 +57,7 @@ _OBSERVERS = ("metrics_prefix",)
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
-_OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url", "prefill_from", "prefill_key_file"}
+_OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
 _OURS |= {"record", "record_private", "record_bytes"}
 """Flags of instances that the launcher sets, so that a file must not."""
@@ -96,7 +96,7 @@ class Secrets(NamedTuple):
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
-    settings, template = server_settings(options), chat_template_text(options)
+    settings, template = server_settings(options), chat_template(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
@@ -108,7 +108,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
-        server = make_server([Member(each.url, each.name, each.role) for each in addresses])
+        server = make_server(addresses)
         if log is not None:
             server.cluster.on_end.append(log)
         http = HttpServer(server, app=make_router_app(server))
@@ -132,7 +132,7 @@ def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Call
         if options.log_prompts:
             raise ValueError("--log-prompts needs --log-format")
         return None
-    stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
+    stack.callback(logs.install(options.log_format, sys.stderr))
     worker = ThreadPoolExecutor(1, "longctx-log")
     stack.callback(worker.shutdown)
     note = logs.RequestLog(options.log_prompts).note
@@ -142,7 +142,7 @@ def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Call
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of engines that the command line has, by their names; they win over the file's."""
     given: dict[str, Any] = {}
-    for action in command_parser("serve")._actions:
+    for action in command_flags("serve"):
         value = getattr(options, action.dest, action.default)
         if action.dest not in _ROUTER and value != action.default:
             value = True if action.nargs == 0 else value
@@ -234,13 +234,12 @@ def _server_maker(
     file: ClusterFile,
     engine: argparse.Namespace,
     settings: ServerSettings,
-    template: str | None,
+    template: ChatTemplate | None,
     key: str,
-) -> Callable[[list[Member]], RouterServer]:
+) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
-    chat_template = None if template is None else ChatTemplate(options.chat_template, template)
     router = RouterSettings(
         instance_key=key,
         bandwidth=file.bandwidth,
@@ -253,9 +252,9 @@ def _server_maker(
     config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it
     first = model.config, tokenizer, config, model_names(engine), file.conductor
 
-    def make(members: list[Member]) -> RouterServer:
+    def make(members: list[Address]) -> RouterServer:
         with naming(_OBSERVERS):
-            return RouterServer(*first, members, settings, router, chat_template)
+            return RouterServer(*first, members, settings, router, template)
 
     return make
 

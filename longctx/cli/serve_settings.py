@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import ipaddress
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,9 +14,10 @@ from longctx.cli.settings import SECRET_FLAGS, engine_config, page_hash_key, tie
 from longctx.cluster.peers import check_peers
 from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
+from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
 from longctx.serving.kv_cache.secret import read_secret
-from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, read_keys
+from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TRANSFERS = {
-    **{"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"},
-    **{"url": "--prefill-from", "peers": "--kv-peer"},
-}
-_NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
+_ANY = ("0.0.0.0", "::")
+_TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
+_NEED_ROLE = ("kv_advertise", "kv_peer")
 _NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
 
 
@@ -48,21 +46,6 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
     if not (keys or hosts) and options.host in _LOOPBACK:
         hosts = _LOOPBACK
     return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
-
-
-def observer_settings(options: argparse.Namespace) -> ObserverSettings:
-    """Make the settings of observers from the flags."""
-    if options.otlp is not None:
-        extras.check("otlp", "--otlp")
-    return read(ObserverSettings, options)
-
-
-def check_weights(settings: ServerSettings, config: EngineConfig) -> None:
-    """Check that `--tenant-weight` names tenants that there are."""
-    names = {key.name for key in settings.api_keys}
-    for name in config.tenant_weights:
-        if name not in names:
-            raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
 
 
 def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
@@ -87,9 +70,10 @@ def _model_name(model: str | Path) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
 
 
-def chat_template_text(options: argparse.Namespace) -> str | None:
+def chat_template(options: argparse.Namespace) -> ChatTemplate | None:
     """Read `--chat-template`; None: the tokenizer's own is to be taken."""
-    return None if options.chat_template is None else read_text("--chat-template", options.chat_template)
+    path = options.chat_template
+    return None if path is None else ChatTemplate(path, read_text("--chat-template", path))
 
 
 def address_text(name: tuple[Any, ...]) -> str:
@@ -117,71 +101,35 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         raise ValueError("--role contradicts --no-prefix-cache: pages have keys there")
     if options.record:
         raise ValueError("--role contradicts --record: a replay has no other server")
-    if options.prefill_key_file is not None and not options.prefill_from:
-        raise ValueError("--prefill-key-file needs --prefill-from")
-    if options.role == "prefill" and options.prefill_from:
-        raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
-    if _is_any(options.kv_host) and options.kv_advertise is None:
+    if options.kv_host in _ANY and options.kv_advertise is None:
         raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: no other host can reach that address")
 
 
-def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTransfers] | None":
-    """Return what makes the transfers of an engine, by the flags; None: requests stay where they are."""
-    if options.role is None:
-        return None
-    secret, prefill_key = _secret(options), None
-    if options.prefill_key_file is not None:
-        prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()
+def make_transfers(options: argparse.Namespace, engine: "Engine") -> "EngineTransfers":
+    """Make what moves an engine's requests to and from others, by the flags."""
+    from longctx.cluster.engine_transfers import EngineTransfers
 
-    def make(engine: "Engine") -> "EngineTransfers":
-        from longctx.cluster.engine_transfers import EngineTransfers
-
-        with naming(_TRANSFERS):
-            return EngineTransfers(
-                _messenger(options, secret, engine),
-                options.kv_peer,
-                options.role,
-                options.prefill_from,
-                prefill_key,
-                options.prefill_inline,
-            )
-
-    return make
-
-
-def follower_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMessenger | None":
-    """Make what moves the pages of a process that follows another one, by the flags; None: they stay."""
-    if options.role is None:
-        return None
-    secret = _secret(options)
+    messenger = make_messenger(options, engine)
     with naming(_TRANSFERS):
-        return _messenger(options, secret, engine)
+        return EngineTransfers(messenger, options.kv_peer, options.role)
 
 
-def _messenger(options: argparse.Namespace, secret: str, engine: "Engine") -> "EngineMessenger":
+def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMessenger":
+    """Make what moves an engine's pages, by the flags; a process that follows another one has nothing more."""
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    return EngineMessenger(
-        engine,
-        options.kv_host,
-        options.kv_port,
-        secret,
-        options.kv_advertise,
-        messenger=options.kv_messenger,
-        is_plain=options.kv_plain,
-    )
-
-
-def _secret(options: argparse.Namespace) -> str:
     with naming(SECRET_FLAGS):
-        return read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
-
-
-def _is_any(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+        secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
+    with naming(_TRANSFERS):
+        return EngineMessenger(
+            engine,
+            options.kv_host,
+            options.kv_port,
+            secret,
+            options.kv_advertise,
+            messenger=options.kv_messenger,
+            is_plain=options.kv_plain,
+        )
 
 
 # A server that becomes an instance of a cluster.
@@ -205,7 +153,7 @@ def check_join_flags(options: argparse.Namespace) -> None:
             router_url(each)
         if options.join_url is not None:
             check_join_url(options.join_url)
-    if options.join_url is None and options.host in ("0.0.0.0", "::"):
+    if options.join_url is None and options.host in _ANY:
         raise ValueError(f"--join with --host {options.host} needs --join-url: where the router reaches this server")
     _join_key(options)
 

@@ -14,16 +14,16 @@ from longctx.cli.simulated import (
     make_deployment,
     make_requests,
     named_model,
-    swept_values,
+    swept_flags,
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, print_where, write_results
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.reports import report
-from longctx.simulation.reports.report import deployment_table, summarize_deployment
+from longctx.simulation.reports import chrome_trace, html_report, plots
+from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
@@ -32,6 +32,7 @@ _SPAN = 20  # times a target's seconds, for which arrivals have to last until a 
 
 
 def run(options: argparse.Namespace) -> int:
+    """Simulate, print tables, and write the files that flags name."""
     if options.cluster is not None:
         from longctx.cli.simulate_cluster import run_cluster
 
@@ -98,24 +99,20 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
         def show(record: Record) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) - bar.n)
 
-        record = deployment.run(
-            requests,
-            options.seed,
-            until,
-            progress=show,
-            keep_steps=options.json is not None,
-            traces=traces,
-            keep_ticks=options.trace is not None,
-        )
+        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
+        record = simulation.run(requests, options.seed, until, show, keep_steps=options.json is not None)
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
-    printed = deployment_table(summary)
-    print(printed)
-    if num_skipped:
-        print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
-    contents = _settings(options, deployment) | {"summary": summary}
-    if options.json is not None:
-        options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
-    _write(options, contents, record, traces or [], printed)
+    settings = {
+        "model": options.model,
+        "topology": deployment.topology.to_dict(),
+        "plan": dataclasses.asdict(deployment.plan),
+        "instances": deployment.instances,
+        "config": dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages},
+    }
+    del settings["config"]["hash_key"]
+    write_results(options, settings, record, summary, lambda: plots.draw_deployment(record, traces or []))
+    if options.trace is not None:
+        chrome_trace.write_chrome_trace(record, traces or [], options.trace)
 
 
 def _search(
@@ -135,36 +132,6 @@ def _note_short(seconds: float, targets: list[Target], console: Console) -> None
     longest = max((target.seconds for target in targets if target.name != "tpot"), default=0.0)
     if longest < math.inf and seconds < _SPAN * longest:
         console.note(f"note     requests arrive for {seconds:.3g} s: a longer workload would have a lower capacity")
-
-
-def _settings(options: argparse.Namespace, deployment: Deployment) -> dict[str, Any]:
-    config = dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages}
-    del config["hash_key"]
-    return {
-        "model": options.model,
-        "workload": str(options.workload or options.mix or "synthetic"),
-        "topology": deployment.topology.to_dict(),
-        "plan": dataclasses.asdict(deployment.plan),
-        "instances": deployment.instances,
-        "config": config,
-        "seed": options.seed,
-    }
-
-
-def _write(
-    options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace], summary: str
-) -> None:
-    """The files that flags ask for."""
-    from longctx.simulation.reports import chrome_trace, html_report, plots
-
-    if options.plot is not None:
-        plots.write_drawing(lambda: plots.draw_deployment(record, traces), options.plot)
-    if options.trace is not None:
-        chrome_trace.write_chrome_trace(record, traces, options.trace)
-    if options.out is not None:
-        drawing = plots.write_drawings(lambda: plots.draw_deployment(record, traces), options.out)
-        html_report.write_report(contents, record, summary, drawing, options.out)
-        print_where(options.out)
 
 
 def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +155,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
 
 def _sweep(options: argparse.Namespace, console: Console) -> None:
     with prefixing("--sweep "):
-        grid = parse_grid(options.sweep, swept_values())
+        grid = parse_grid(options.sweep, {name: kind for name, (_, kind) in swept_flags().items()})
     grid_points = points(grid)
     rows: list[dict[str, Any]] = [dict(point) for point in grid_points]
     arguments = [with_values(options, point) for point in grid_points]
@@ -196,8 +163,6 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         for index, found in run_in_processes(simulate_point, arguments, options.jobs or os.cpu_count() or 1):
             rows[index] |= found
             bar.update()
-    from longctx.simulation.reports import html_report, plots
-
     print(html_report.sweep_table(rows, list(grid)))
     if all("error" in row for row in rows):
         raise ValueError(f"--sweep: no point can be simulated; the first: {rows[0]['error']}")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -12,24 +11,20 @@ from longctx.cli.flags import flag, prefixing
 from longctx.cli.settings import parallel_plan
 from longctx.cli.simulated import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload import check_folder, check_outputs, print_where
+from longctx.cli.workload import check_folder, check_outputs, write_results
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
-from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.serving.config import EngineConfig
+from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.cluster.settings import Change, ClusterSettings
-from longctx.simulation.reports import cluster_report, html_report, plots
+from longctx.simulation.deployment import ClusterDeployment
+from longctx.simulation.record import Record
+from longctx.simulation.reports import plots
+from longctx.simulation.reports.report import summarize_deployment
 
-_HEEDED = {
-    *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
-    *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
-    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out", "quiet", "fields"),
-}
-_DEPLOYED = (
-    *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
-    *("prefix_cache", "roles_change", "bandwidth", "latency", "kv_dtype"),
-)
-_SET = ("overlap", "first_token", "report_seconds", "event_seconds", "call_seconds", "least_retry", "swaps")
+_REFUSED = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
+_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
+_FOR_COMMAND = ("model", "topology", "plan", "changes")  # of [simulation]; all others are fields of a deployment
 
 
 def run_cluster(options: argparse.Namespace) -> None:
@@ -47,36 +42,27 @@ def run_cluster(options: argparse.Namespace) -> None:
     until = math.inf if options.window is None else options.window
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
 
-        def show(record: ClusterRecord) -> None:  # what `update` returns would end the run
+        def show(record: Record) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        record = deployment.run(
-            requests,
-            options.seed,
-            until,
-            progress=show,
-        )
-    summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
-    printed = cluster_report.cluster_table(summary)
-    print(printed)
-    if num_skipped:
-        print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
-    model, slos = file.simulation.get("model", options.model), (deployment.config.ttft, deployment.config.tpot)
-    contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
-    if options.json is not None:
-        options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        plots.write_drawing(lambda: cluster_report.draw_cluster(record, *slos), options.plot)
-    if options.out is not None:
-        drawing = plots.write_drawings(lambda: cluster_report.draw_cluster(record, *slos), options.out)
-        html_report.write_report(contents, record, printed, drawing, options.out)
-        print_where(options.out)
+        record = deployment.run(requests, options.seed, until, progress=show, keep_steps=False)
+    summary = summarize_deployment(record, deployment) | {"skipped": num_skipped}
+    settings = {
+        "model": file.simulation.get("model", options.model),
+        "topology": deployment.topology.to_dict(),
+        "cluster": dataclasses.asdict(deployment),
+    }
+    del settings["cluster"]["model"], settings["cluster"]["topology"]
+    slos = deployment.config.ttft, deployment.config.tpot
+    write_results(options, settings, record, summary, lambda: plots.draw_cluster(record, *slos))
 
 
 def _check(options: argparse.Namespace) -> None:
     """Check flags alone."""
-    for name, usual in vars(command_parser("simulate").parse_args([])).items():
-        if name not in _HEEDED and getattr(options, name, usual) != usual:
+    usual = command_parser("simulate").parse_args([])
+    refused = [each.name for settings in (EngineConfig, Slo) for each in options.fields[settings].values()]
+    for name in (*refused, *_REFUSED):
+        if getattr(options, name) != getattr(usual, name):
             raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
     check_input("--cluster", options.cluster)
     check_simulation(options)
@@ -90,7 +76,9 @@ def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeploy
     devices = argparse.Namespace(**vars(options) | {"plan": found.get("plan", options.plan)})
     apply_plan(devices)
     with prefixing("[simulation] "):
-        settings = {"report_seconds": file.report_seconds} | {name: found[name] for name in _SET if name in found}
+        sizes = {name: value for name, value in found.items() if name not in _FOR_COMMAND}
+        settings: dict[str, Any] = {"report_seconds": file.report_seconds}
+        settings |= {name: sizes.pop(name) for name in _SETTINGS if name in sizes}
         entries = sorted(file.instances, key=lambda each: ("prefill", "decode", "both").index(each.role))
         changes = tuple(_change(each) for each in found.get("changes", ()))
         names = tuple(each.name for each in entries)
@@ -108,7 +96,7 @@ def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeploy
             settings=ClusterSettings(**settings),
             names=names,
             changes=changes,
-            **{name: found[name] for name in _DEPLOYED if name in found},
+            **sizes,
         )
     if deployment.num_devices > MAX_DEVICES:
         raise ValueError(
@@ -121,15 +109,3 @@ def _change(fields: dict[str, Any]) -> Change:
     if missing := {"at", "instance", "action"} - fields.keys():
         raise ValueError(f"changes must have {', '.join(sorted(missing))}")
     return Change(**fields)
-
-
-def _settings(options: argparse.Namespace, model: str, deployment: ClusterDeployment) -> dict[str, Any]:
-    plain = dataclasses.asdict(deployment)
-    del plain["model"], plain["topology"]
-    return {
-        "model": model,
-        "workload": str(options.workload or options.mix or "synthetic"),
-        "topology": deployment.topology.to_dict(),
-        "cluster": plain,
-        "seed": options.seed,
-    }

@@ -2,12 +2,11 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longctx.cli import command_flags
 from longctx.cli.files import check_input
-from longctx.cli.flag_sets import ModelFlags, SimulateFlags, WorkloadFlags
 from longctx.cli.flags import check_options, flag, naming, prefixing
 from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
 from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise
@@ -16,21 +15,12 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import FieldType, field_types
-from longctx.simulation.deployment import BaselineDeployment, Deployment
+from longctx.serving.validation import field_types
+from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
 
 MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
-
-SWEPT = (
-    *("model", "topology", "baseline", "instances", "stage", "context", "tensor", "rank_tokens", "placement"),
-    *("exchange", "policy", "chunking", "max_share", "token_budget", "max_running", "page_size", "admission"),
-    *("ttft_factor", "ttft_least", "tpot", "tpot_factor", "tpot_scope", "step_seconds", "qps", "users", "requests"),
-    "seed",
-)
-"""Names that `--sweep` takes: those of flags."""
 
 
 def named_model(text: str) -> LlamaConfig:
@@ -79,10 +69,8 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     config = engine_config(options, max_length=longest)
     names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
     with naming(names), naming(ENGINE_FLAGS):
-        if options.baseline is not None:
-            return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
         measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
-        return Deployment(model, topology, plan, config, options.instances, measured)
+        return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
 
 
 def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:
@@ -141,21 +129,20 @@ def check_simulation(options: argparse.Namespace) -> None:
             raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")
 
 
-def swept_values() -> dict[str, Callable[[str], Any]]:
-    """Return what makes a value of text, for each name of `--sweep`."""
-    kinds: dict[str, FieldType] = {}
-    for settings in (EngineConfig, Slo, ParallelPlan, WorkloadFlags, ModelFlags, SimulateFlags):
-        kinds |= field_types(settings)
+def swept_flags() -> dict[str, tuple[str, type]]:
+    """Return what `--sweep` can vary: by the names of flags, their places among the options and the types of values."""
     return {
-        name: kind if kind in (int, float) else str
-        for name in SWEPT
-        for kind in [kinds["rate" if name == "qps" else name].kind]
+        option.removeprefix("--").replace("-", "_"): (
+            action.dest,
+            int if action.type is int else float if action.type is float else str,
+        )
+        for action in command_flags("simulate")
+        for option in action.option_strings
+        if action.nargs != 0 and action.type in (None, int, float)
     }
 
 
 def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
-    """Options as if flags had these values."""
-    changed = argparse.Namespace(**vars(options))
-    for name, value in values.items():
-        setattr(changed, "rate" if name == "qps" else name, value)
-    return changed
+    """Return options as if flags had these values."""
+    flags = swept_flags()
+    return argparse.Namespace(**vars(options) | {flags[name][0]: value for name, value in values.items()})

@@ -89,21 +89,6 @@ def stdout_is_ours() -> Iterator[None]:
         text.close()  # which may find that its reader has left
 
 
-@contextmanager
-def noting_interrupts() -> Iterator[list[int]]:
-    """Within it, Ctrl-C raises nothing, but appends to a list; for the main thread."""
-    noted: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:  # as in the background of a shell script
-        yield noted
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class InterruptWatcher:
     """Makes Ctrl-C end the program at once, even in the midst of a compilation, which Python would wait for.
 
@@ -122,13 +107,8 @@ class InterruptWatcher:
         self._are_raised = True
 
     def begin_anew(self) -> None:
-        """Let the next Ctrl-C count as a first one, as the last was acted on; call it in the main thread.
-
-        Signals are also told to this watcher again, in place of asyncio, which a line editor runs.
-        """
+        """Let the next Ctrl-C count as a first one, as the last was acted on."""
         self._first = None
-        if self._is_watching:
-            signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def watch(self) -> None:
         """Begin, in the main thread of a program; it lasts as long as that."""

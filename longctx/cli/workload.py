@@ -2,15 +2,19 @@
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from longctx import extras
 from longctx.cli.files import check_input, check_output
 from longctx.cli.flags import flag, prefixing
 from longctx.models import LlamaConfig, load_tokenizer
+from longctx.models.validation import MAX_INT32
 from longctx.plotting import can_draw
-from longctx.serving.validation import MAX_INT32
-from longctx.simulation.reports import plots
+from longctx.simulation.record import Record
+from longctx.simulation.reports import html_report, plots, report
 from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
@@ -20,6 +24,9 @@ from longctx.simulation.workloads import (
     scale_lengths,
     synthesize,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIN_RATE = 1e-6  # requests a second
 _SYNTHETIC = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
@@ -35,6 +42,28 @@ def check_outputs(options: argparse.Namespace, *names: str) -> None:
     if options.plot is not None:
         with prefixing("--plot "):
             plots.check_can_plot(options.plot)
+
+
+def write_results(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    record: Record,
+    summary: dict[str, Any],
+    draw: Callable[[], "Figure"],
+) -> None:
+    """Print the table of a simulation, and write the files of `--json`, `--plot` and `--out`."""
+    printed, contents = report.table(summary), {**settings, "seed": options.seed, "summary": summary}
+    contents["workload"] = str(options.workload or options.mix or "synthetic")
+    print(printed)
+    if summary["skipped"]:
+        print(f"skipped {summary['skipped']} requests, longer than {options.max_length} tokens")
+    if options.json is not None:
+        options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        plots.write_drawing(draw, options.plot)
+    if options.out is not None:
+        html_report.write_report(contents, record, printed, plots.write_drawings(draw, options.out), options.out)
+        print_where(options.out)
 
 
 def print_where(out: Path) -> None:

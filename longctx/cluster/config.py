@@ -1,34 +1,43 @@
 """`read_cluster`: a cluster's file, `cluster.toml`, with the settings of its conductor, instances and launcher."""
 
 import difflib
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
-from longctx.cluster.server_url import split_server_url
-from longctx.serving.validation import check_integer, check_real
+from longctx.cluster.server_url import check_server_url
+from longctx.serving.validation import FieldType, Range, check_fields
 
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 """Launchers of the instances: the router's own machine, a Ray cluster, or none for instances that run already."""
 Messenger = Literal["zmq", "mooncake-tcp", "mooncake-rdma"]
 """The transports of pages between instances."""
-STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
+Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
 
 _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig) if each.name != "roles")
 _TABLES = ("cluster", "engine", "roles", "ray", "simulation")
-_NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
-_SIMULATED = ("model", "topology", "plan", "overlap", "first_token", "kv_dtype")  # texts of [simulation]
-_COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
-_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds", "least_retry")
-_SWITCHES = ("prefix_cache", "roles_change", "swaps")
+_AtLeastZero = Annotated[float, Range(0)]
+_TEXT, _SWITCH, _NUMBER = FieldType(str), FieldType(bool), FieldType(float, range=Range(0))
+_INSTANCES, _SIZE = FieldType(int, range=Range(1, _MOST)), FieldType(int, range=Range(0, 2**63))
+_DRIVER = {"launcher": FieldType(str, choices=LAUNCHERS), "report_seconds": FieldType(float, range=Range(1e-3))}
+_DRIVER |= {"bandwidth": FieldType(float, range=Range(1)), "latency": _NUMBER}
+_ENTRY = {"role": FieldType(str, choices=ROLES), "name": _TEXT, "count": _INSTANCES, "url": _TEXT}
+_ENTRY |= {"flags": FieldType(dict), "devices": FieldType(list), "processes": _INSTANCES}
+_SIMULATION = dict.fromkeys(("model", "topology", "plan", "overlap", "first_token", "kv_dtype"), _TEXT)
+_SIMULATION |= dict.fromkeys(("page_size", "chunk", "coupled_chunk", "max_running"), _SIZE)
+_SIMULATION |= dict.fromkeys(("host_bytes", "coupled_host_bytes"), _SIZE)
+_SIMULATION |= dict.fromkeys(("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds"), _NUMBER)
+_SIMULATION |= {"least_retry": _NUMBER, "changes": FieldType(list)}
+_SIMULATION |= dict.fromkeys(("prefix_cache", "roles_change", "swaps"), _SWITCH)
+_CHANGE = {"at": _NUMBER, "instance": _TEXT, "action": _TEXT}
+"""Keys of tables that are no settings of one class, and what their values may be."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,16 @@ class RayOptions:
     Attributes:
       address: of the cluster; None: one is started on this machine.
       cpus, gpus: of each instance.
-      strategy: how Ray places instances on machines: one of `STRATEGIES`.
+      strategy: how Ray places instances on machines.
     """
 
     address: str | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
-    strategy: str = "SPREAD"
+    cpus: _AtLeastZero = 1.0
+    gpus: _AtLeastZero = 0.0
+    strategy: Strategy = "SPREAD"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -126,31 +138,21 @@ def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None)
     for name in _TABLES:
         if not isinstance(contents.get(name, {}), dict):
             raise ValueError(f"{name} must be a table, [{name}], got {contents[name]!r}")
-    settings, engine = dict(contents.get("cluster", {})), contents.get("engine", {})
-    _check_keys("[cluster] ", settings, (*_CONDUCTOR, "launcher", *_NUMBERS))
-    given = settings.pop("launcher", "processes")
-    if given not in LAUNCHERS:
-        raise ValueError(f"[cluster] launcher must be one of {', '.join(LAUNCHERS)}, got {given!r}")
-    launcher = launcher or given
-    numbers = {
-        name: _number("[cluster] ", name, settings.pop(name), least)
-        for name, least in _NUMBERS.items()
-        if name in settings
-    }
-    try:
-        conductor = ConductorConfig(**settings, roles=_read_roles(contents))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"[cluster] {error}") from None
-    instances = _read_instances(contents.get("instances", []), launcher)
+    settings, engine = contents.get("cluster", {}), contents.get("engine", {})
+    _check_keys("[cluster] ", settings, (*_CONDUCTOR, *_DRIVER))
+    own = {"launcher": "processes"} | {name: value for name, value in settings.items() if name in _DRIVER}
+    own = _checked("[cluster] ", own, _DRIVER) | ({} if launcher is None else {"launcher": launcher})
+    roles = _made("[roles] ", contents["roles"], RoleConfig) if "roles" in contents else None
+    chosen = {name: value for name, value in settings.items() if name in _CONDUCTOR}
+    instances = _read_instances(contents.get("instances", []), own["launcher"])
     _check_models(engine, instances)
     return ClusterFile(
         instances=instances,
-        conductor=conductor,
-        launcher=launcher,
+        conductor=_made("[cluster] ", chosen | {"roles": roles}, ConductorConfig),
         engine=MappingProxyType(dict(engine)),
-        ray=_read_ray(contents.get("ray", {})),
+        ray=_made("[ray] ", contents.get("ray", {}), RayOptions),
         simulation=_read_simulation(contents.get("simulation", {})),
-        **numbers,
+        **own,
     )
 
 
@@ -183,33 +185,29 @@ def _read_entry(
     place: str, entry: Mapping[str, Any], launcher: Launcher, numbers: Counter[str]
 ) -> Iterable[InstanceEntry]:
     """Yield the instances of an entry; `numbers` counts those of each role without a name of their own."""
-    _check_keys(place, entry, ("name", "role", "count", "url", "flags", "devices", "processes"))
-    role, name, url, flags = entry.get("role"), entry.get("name"), entry.get("url"), entry.get("flags", {})
-    if role not in ROLES:
-        raise ValueError(f"{place}role must be one of {', '.join(ROLES)}, got {role!r}")
-    if name is not None and not (isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable()):
+    if "role" not in entry:
+        raise ValueError(f"{place}role must be one of {', '.join(ROLES)}")
+    _checked(place, entry, _ENTRY)
+    role, name, url, count = entry["role"], entry.get("name"), entry.get("url"), entry.get("count")
+    flags, processes = entry.get("flags", {}), entry.get("processes", 1)
+    if name is not None and not (0 < len(name) <= 100 and name.isprintable()):
         raise ValueError(f"{place}name must be a text of up to 100 characters, got {name!r}")
     if not isinstance(flags, dict):
         raise ValueError(f"{place}flags must be a table, got {flags!r}")
     if url is None and launcher == "static":
         raise ValueError(f"{place}url must be there: with launcher 'static' nobody starts instances")
     if url is not None:
-        if "count" in entry or flags or "devices" in entry or "processes" in entry:
+        if {"count", "flags", "devices", "processes"} & entry.keys():
             raise ValueError(f"{place}url is of an instance that runs: it contradicts count, flags, devices, processes")
-        url = _check_url(f"{place}url", url)
-    count = entry.get("count")
-    if count is not None:
-        _whole(place, "count", count, 1, _MOST)
+        url = check_server_url(f"{place}url", url)
     devices = _read_devices(place, entry.get("devices", []), count or 1, launcher)
-    processes = _whole(place, "processes", entry.get("processes", 1), 1, _MOST)
     if processes > 1 and launcher != "processes":
         raise ValueError(f"{place}processes are for launcher 'processes': Ray starts one for each instance")
     if len(devices[0]) % processes:
         raise ValueError(f"{place}devices must be as many for each of {processes} processes, got {len(devices[0])}")
     for number in range(count or 1):
         own = f"{role}-{numbers[role]}" if name is None else name if count is None else f"{name}-{number}"
-        if name is None:
-            numbers[role] += 1
+        numbers[role] += name is None
         yield InstanceEntry(own, role, url, MappingProxyType(flags), devices[number], processes)
 
 
@@ -236,58 +234,32 @@ def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry])
                 )
 
 
-def _read_roles(contents: Mapping[str, Any]) -> RoleConfig | None:
-    if "roles" not in contents:
-        return None
-    found = contents["roles"]
-    _check_keys("[roles] ", found, [each.name for each in fields(RoleConfig)])
-    try:
-        return RoleConfig(**found)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"[roles] {error}") from None
-
-
-def _read_ray(found: Mapping[str, Any]) -> RayOptions:
-    _check_keys("[ray] ", found, ("address", "cpus", "gpus", "strategy"))
-    address, strategy = found.get("address"), found.get("strategy", "SPREAD")
-    if address is not None and not isinstance(address, str):
-        raise ValueError(f"[ray] address must be a text, got {address!r}")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"[ray] strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    numbers = {name: _number("[ray] ", name, found[name], 0.0) for name in ("cpus", "gpus") if name in found}
-    return RayOptions(address, strategy=strategy, **numbers)
-
-
 def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    place = "[simulation] "
-    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES, "changes"))
+    _checked("[simulation] ", found, _SIMULATION)
     changes = found.get("changes", [])
     if not isinstance(changes, list) or not all(isinstance(each, dict) for each in changes):
-        raise ValueError(f"{place}changes must be tables, [[simulation.changes]], got {changes!r}")
+        raise ValueError(f"[simulation] changes must be tables, [[simulation.changes]], got {changes!r}")
     for each in changes:
-        _check_keys("[[simulation.changes]] ", each, ("at", "instance", "action"))
-        for name, value in each.items():
-            if name == "at":
-                _number("[[simulation.changes]] ", name, value, 0.0)
-            elif not isinstance(value, str):
-                raise ValueError(f"[[simulation.changes]] {name} must be a text, got {value!r}")
-    for name, value in found.items():
-        if name in _SIMULATED and not isinstance(value, str):
-            raise ValueError(f"{place}{name} must be a text, got {value!r}")
-        if name in _SWITCHES and not isinstance(value, bool):
-            raise ValueError(f"{place}{name} must be true or false, got {value!r}")
-        if name in _COUNTS:
-            _whole(place, name, value, 0, 2**63)
-        if name in _SECONDS:
-            _number(place, name, value, 0.0)
+        _checked("[[simulation.changes]] ", each, _CHANGE)
     return MappingProxyType(dict(found))
 
 
-def _check_url(place: str, url: Any) -> str:
-    parts = split_server_url(url)
-    if parts is None:
-        raise ValueError(f"{place} must be http://HOST:PORT, got {url!r}")
-    return parts.geturl().rstrip("/")
+def _checked(place: str, found: Mapping[str, Any], types: Mapping[str, FieldType]) -> dict[str, Any]:
+    """Return the values of a table as Python's own types; ValueError names the place and the key."""
+    _check_keys(place, found, types)
+    try:
+        return {name: types[name].check(name, value) for name, value in found.items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}{error}") from None
+
+
+def _made(place: str, found: Mapping[str, Any], kind: Any) -> Any:
+    """Make settings of a table; ValueError names the place and the key."""
+    _check_keys(place, found, [each.name for each in fields(kind)])
+    try:
+        return kind(**found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}{error}") from None
 
 
 def _check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -296,17 +268,3 @@ def _check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> N
             near = difflib.get_close_matches(key, list(known), 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{place}unknown key {key!r}{hint}")
-
-
-def _number(place: str, name: str, value: Any, least: float, most: float = math.inf) -> float:
-    try:
-        return check_real(name, value, least, most)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}{error}") from None
-
-
-def _whole(place: str, name: str, value: Any, least: int, most: int) -> int:
-    try:
-        return check_integer(name, value, least, most)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}{error}") from None

@@ -12,7 +12,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from longctx.cluster.config import Messenger
-from longctx.cluster.prefill.source import RemotePrefill
+from longctx.cluster.pending_pages import PendingSource
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
 from longctx.cluster.transfer.lease import Lease
@@ -124,7 +124,7 @@ class EngineMessenger:
             self.followers = addresses[1:]
             self._open = stack.pop_all()
         self._led: dict[str, _LedSource] = {}  # whose pages are being fetched
-        self._followed: dict[str, RemotePrefill] = {}
+        self._followed: dict[str, PendingSource] = {}
         if self.followers and group.is_first:
             engine.pages.on_fetch.append(self._note_fetched)
 
@@ -162,8 +162,9 @@ class EngineMessenger:
 
     # In the others: `LocatedSources`.
 
-    def open(self, lease_id: str) -> RemotePrefill:
-        source = self._followed[lease_id] = RemotePrefill(lambda: None)
+    def open(self, lease_id: str) -> PendingSource:
+        # The first process says when the lease is not needed any more.
+        source = self._followed[lease_id] = PendingSource(lambda: None, releases=False)
         source.page_timeout = _MOST_SECONDS
         return source
 
@@ -174,11 +175,10 @@ class EngineMessenger:
         if place is None:
             source.settle()
             source.page_timeout = _LATE_SECONDS
-        elif source.end():  # where the first process asked before, and got nothing
-            inner = self.receiver.source(
-                place["addresses"], lease_id, False, deadline=place["deadline"], lease_timeout=place["lease_timeout"]
-            )
-            source.begin(_FollowedSource(inner), _MOST_SECONDS)
+        else:
+            deadline, lease_timeout = place["deadline"], place["lease_timeout"]
+            inner = self.receiver.source(place["addresses"], lease_id, False, deadline, lease_timeout)
+            source.begin(inner, _MOST_SECONDS)
 
     def drop(self, lease_id: str) -> None:
         source = self._followed.pop(lease_id, None)
@@ -199,19 +199,6 @@ class _LedSource:
     def release(self) -> None:
         self._messenger.forget(self._inner.lease_id)
         self._inner.release()
-
-
-class _FollowedSource:
-    """Source of another process: the first one says when the lease is not needed any more."""
-
-    def __init__(self, inner: RemoteSource) -> None:
-        self._inner = inner
-
-    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
-        return self._inner.fetch(keys, wake)
-
-    def release(self) -> None:
-        pass
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,25 +9,25 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from longctx.cluster.conductor.config import ROLES as ROLES
+from longctx.cluster.conductor.config import Role as Role
 from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
-from longctx.cluster.prefill.dispatcher import PrefillDispatcher, breaks_tpot, count_here
-from longctx.cluster.prefill.instance import PrefillInstance
+from longctx.cluster.prefill import PrefillRequests, count_here
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
+from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource
+from longctx.serving.predictor.work import Work
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
-
-Role = Literal["prefill", "decode", "both"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
@@ -44,35 +44,24 @@ class EngineTransfers:
       peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
-      prefill_from: URLs of servers that read long prompts for this one, see `PrefillDispatcher`.
-      prefill_key: that these take; None: they need none.
-      inline_tokens: tokens of a prompt, not cached, up to which it is read here all the same.
+
+    Attributes:
+      prefills: requests to other servers to compute prompts.
 
     Raises:
-      ValueError: a role, peer or URL can't be.
+      ValueError: a role or peer can't be.
     """
 
-    def __init__(
-        self,
-        messenger: EngineMessenger,
-        peers: Sequence[str] = (),
-        role: Role = "both",
-        prefill_from: Sequence[str] = (),
-        prefill_key: str | None = None,
-        inline_tokens: int = 512,
-    ) -> None:
+    def __init__(self, messenger: EngineMessenger, peers: Sequence[str] = (), role: Role = "both") -> None:
         engine = messenger.engine
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
             stack.callback(messenger.close)
             if role not in ROLES:
                 raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
             self._peers = Peers(peers, messenger.host)
-            instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
             self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
-            self.dispatcher = PrefillDispatcher(
-                engine, instances, messenger.source, self._source_at, self.check_peer, inline_tokens
-            )
-            stack.callback(self.dispatcher.close)
+            self.prefills = PrefillRequests(engine, self._source_at, self.check_peer)
+            stack.callback(self.prefills.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None
         layout, fingerprint = engine.page_identity
@@ -123,7 +112,7 @@ class EngineTransfers:
             self._received(params, refused).release()
             raise
         received = self._received(params, handoff)
-        if breaks_tpot(self._engine, len(prepared.tokens), prepared.request.tpot_target):
+        if _breaks_tpot(self._engine, len(prepared.tokens), prepared.request.tpot_target):
             self.num_refused += 1
             received.release()
             message = "one more request would make those that run here slower than their targets"
@@ -152,14 +141,14 @@ class EngineTransfers:
             wanted, prefix = prefill.prefix, None
             if prefill.url is not None:
                 wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
-        received = None if wanted is None else self.dispatcher.ask(prepared, headers, wanted, prefix, handoff)
+        received = None if wanted is None else self.prefills.ask(prepared, headers, wanted, prefix, handoff)
         return Received(handoff, {}) if received is None and handoff is not None else received
 
     def fetch_prefix(
         self, prefix: PagePrefix, prepared: PreparedRequest, headers: Mapping[str, str]
     ) -> Received | None:
         """Get the first pages of a prompt from a server that has them, see `Transfers`."""
-        return self.dispatcher.ask(prepared, headers, prefix)
+        return self.prefills.ask(prepared, headers, prefix)
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
         """Make a request that reads a prompt whose full pages are all here, see `Transfers`."""
@@ -169,34 +158,16 @@ class EngineTransfers:
         request = dataclasses.replace(prepared.request, priority=prepared.request.priority + 1)
         return prepared._replace(request=request)
 
-    def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
-        """Have another server read a prompt, see `Transfers`."""
-        return self.dispatcher.dispatch(prepared, headers)
-
     def check_peer(self, host: str, port: int | None = None) -> None:
         """Raise ApiError unless requests come from this host and go to it; with `port`, unless its pages are there."""
         if not self._peers.admits(host, port):
             where = host if port is None else f"{host} port {port}"
             raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {where}", "host")
 
-    def release(self, handoff: Handoff) -> None:
-        """Give up the leases of a request that has left."""
-        for each in handoff.completions:
-            if each.lease is not None:
-                self._engine.pages.release(each.lease)
-
     @property
     def counts(self) -> dict[str, TransferStats]:
         """See `Transfers`."""
         return {"sent": self.sender.stats, "received": self.receiver.stats}
-
-    @property
-    def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
-        """See `Transfers`."""
-        dispatcher = self.dispatcher
-        if not dispatcher.instances:
-            return None
-        return {"decision": dispatcher.decisions, "answer": dispatcher.answers}
 
     def info(self) -> dict[str, Any]:
         """Describe what others have to know to fetch pages from here."""
@@ -204,10 +175,9 @@ class EngineTransfers:
         info |= {
             "fingerprint": self._fingerprint,
             "kv_dtype": self._kv_dtype,
-            "answers": dict(self.dispatcher.named_answers),
+            "answers": dict(self.prefills.answers),
         }
-        info |= {"followers": self._messenger.followers} if self._messenger.followers else {}
-        return info | {"prefill_from": self.dispatcher.info()} if self.dispatcher.instances else info
+        return info | {"followers": self._messenger.followers} if self._messenger.followers else info
 
     def close(self) -> None:
         """End all transfers."""
@@ -249,3 +219,19 @@ def _read_handoff(fields: dict[str, Any]) -> Handoff:
         return Handoff.from_dict(fields)
     except ValueError as error:
         raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+
+
+def _breaks_tpot(engine: Engine, length: int, target: float | None) -> bool:
+    """Predict whether a step of all decodes and one more, after `length` tokens, exceeds one of their TPOT targets."""
+    decoding = tuple(engine.scheduler.running.decoding)
+    if not decoding:
+        return False  # one that decodes alone breaks nothing
+    own = engine.config.slo.per_token(engine.plan.stage).tpot if target is None else target
+    least = min((each for each in (own, *(e.tpot_target for e in decoding)) if each is not None), default=None)
+    work, ranks = Work.of((each.computed, 1, True) for each in decoding), engine.plan.context
+    if ranks > 1:
+        work = work._replace(rows=-(-work.rows // ranks), decode_keys=-(-work.decode_keys // ranks))
+        work = work.with_sharded(length, 1, ranks, samples=True)
+    else:
+        work = work.with_chunk(length, 1, True)
+    return least is not None and work.rows <= engine.config.token_budget and engine.predictor.seconds(work) > least

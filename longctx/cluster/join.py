@@ -4,12 +4,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from longctx.cluster.conductor.config import Role
-from longctx.cluster.server_url import split_server_url
+from longctx.cluster.server_url import check_server_url, split_server_url
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +97,9 @@ def router_url(text: str) -> str:
 
 def check_join_url(url: str) -> str:
     """Return the URL by which a router reaches this server; ValueError: it can't be reached there."""
-    try:
-        router_url(url)
-    except ValueError:
-        raise ValueError(f"join_url must be http://HOST:PORT, got {url!r}") from None
-    if "://" not in url:
-        raise ValueError(f"join_url must be http://HOST:PORT, got {url!r}")
-    if urlsplit(url).hostname in ("0.0.0.0", "::"):
-        raise ValueError(f"join_url must be where the router reaches this server, got {url!r}")
+    parts = split_server_url(check_server_url("join_url", url))
+    if parts is None or parts.port is None or parts.hostname in ("0.0.0.0", "::"):
+        raise ValueError(f"join_url must be where the router reaches this server, http://HOST:PORT, got {url!r}")
     return url.rstrip("/")
 
 

@@ -16,6 +16,14 @@ def split_server_url(url: Any) -> SplitResult | None:
     return None if has_more else parts
 
 
+def check_server_url(name: str, url: Any) -> str:
+    """Return the URL of a server without a slash at its end; ValueError names the argument: it is none."""
+    parts = split_server_url(url)
+    if parts is None:
+        raise ValueError(f"{name} must be http://HOST:PORT, got {str(url)[:100]!r}")
+    return parts.geturl().rstrip("/")
+
+
 def host_port(host: str, port: int) -> str:
     """Format `HOST:PORT` as in URLs: an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

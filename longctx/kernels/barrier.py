@@ -24,7 +24,7 @@ def hold(x: T, until: S) -> tuple[T, S]:
 
 
 def _depend(x: T, until: S) -> tuple[T, S]:
-    """x plus a zero that depends on all of `until`, and of which XLA doesn't see that it is one."""
+    """Return x plus a zero that depends on all of `until`, and of which XLA doesn't see that it is one."""
     is_never = jnp.array(False)
     for leaf in jax.tree.leaves(until):
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -83,6 +83,27 @@ def _merge_states(outs: Array, lses: Array, axis: int) -> tuple[Array, Array]:
     return out, jnp.squeeze(lse, axis)
 
 
+def with_sinks(state: tuple[Array, Array], sinks: Array | None) -> tuple[Array, Array]:
+    """Return the state in which each head's sink `[N]` takes part in the softmax, as a key whose value is 0.
+
+    None: there are no sinks.
+    """
+    return state if sinks is None else _with_sinks(*state, sinks)
+
+
+@functools.partial(jax.jit, inline=True)
+def _with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
+    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    peak = lax.stop_gradient(jnp.maximum(lse, sinks))
+    peak = jnp.where(jnp.isneginf(peak), 0, peak)
+    weight = jnp.exp(lse - peak)
+    total = weight + jnp.exp(sinks - peak)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    out = out * (weight / total)[..., None].astype(out.dtype)
+    return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+
+
 def merge_state(
     out_a: Float[ArrayLike, "*B T N H"],
     lse_a: Float[ArrayLike, "*B T N"],

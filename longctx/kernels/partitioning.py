@@ -106,7 +106,7 @@ def partitioned(function: Function, rule: Rule, fold: Fold | None, *operands: Ar
 
 
 def match_sharding(x: Array, like: Array) -> Array:
-    """x with the sharding of the type of `like`, which has its shape; only Explicit axes are in types."""
+    """Return x with the sharding of the type of `like`, which has its shape; only Explicit axes are in types."""
     found, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
     return x if found == wanted or AxisType.Explicit not in wanted.mesh.axis_types else jax.sharding.reshard(x, wanted)
 

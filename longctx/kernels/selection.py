@@ -22,6 +22,8 @@ class Case(NamedTuple):
 
     dtype: jnp.dtype
     head_size: int
+    value_size: int
+    has_soft_cap: bool = False
     page_size: int | None = None  # None: keys are contiguous
     is_fp8: bool = False  # the pages
 
@@ -29,7 +31,7 @@ class Case(NamedTuple):
     def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> "Case":
         """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type."""
         _, page_size, _, head_size = k_pages.shape
-        return cls(q_dtype, head_size, page_size, k_pages.dtype in (BITS, E4M3))
+        return cls(q_dtype, head_size, head_size, False, page_size, k_pages.dtype in (BITS, E4M3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pa
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
     dtype = jnp.dtype(q.dtype)
-    return select(Case.of_pages(dtype, k) if paged else Case(dtype, q.shape[-1]))
+    return select(Case.of_pages(dtype, k) if paged else Case(dtype, q.shape[-1], q.shape[-1]))
 
 
 def select(case: Case) -> Selection:
@@ -134,6 +136,10 @@ def unsupported_reason(case: Case) -> str | None:
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
+    if case.value_size != case.head_size:
+        return f"needs values with the head size of keys, {case.head_size}, got {case.value_size}"
+    if case.has_soft_cap:
+        return "needs scores without logits_soft_cap"
     page_size, block = case.page_size, TileConfig.choose(case.head_size, 1).block_kv
     # TMA copies 128 bytes or more, and the scales of a page have 4 for each token.
     if case.is_fp8 and page_size is not None and page_size % 32:

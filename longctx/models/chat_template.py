@@ -39,6 +39,13 @@ OUT_OF_MEMORY = 3
 """Exit status of a process whose template needs more memory than it may."""
 
 
+PLAIN_STOP = ("\nQ:",)  # ends an answer of a model without a template, which would go on with the next question
+
+
+def has_template(tokenizer: object) -> bool:
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The text of a chat template, in jinja2, and the file that it comes from, which errors name."""

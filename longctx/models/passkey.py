@@ -1,4 +1,4 @@
-"""Retrieval documents: pass keys hidden in filler text.
+r"""Retrieval documents: pass keys hidden in filler text.
 
 A document is plain ASCII prose without digits, except for a few statements
 
@@ -6,7 +6,7 @@ A document is plain ASCII prose without digits, except for a few statements
 
 The prompt of a model is a beginning-of-sequence token and the bytes of the string
 
-    {document}\\nQ: What is the pass key of lemon?\\nA:␣
+    {document}\nQ: What is the pass key of lemon?\nA:␣
 
 where ␣ is one space. The correct continuation is the five digits and then the end-of-sequence token. The built-in model
 is trained on exactly these prompts (examples/train_tiny.py), and the demo and the tests use them: a lost, doubled or

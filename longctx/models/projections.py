@@ -46,7 +46,7 @@ class RowQuantized:
     upper_bound: Real | None = None
 
     def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
-        """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
+        """Multiply x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
         quantized, row_scale = quantize_rows(x, in_axes, self.upper_bound, pmax)
         rows, matrix = _as_matrices(quantized, self.values, in_axes)
         sums = lax.platform_dependent(rows, matrix, cpu=_multiply_float32, default=_multiply_fp8)
@@ -73,7 +73,7 @@ class PartlyQuantized:
     upper_bound: Real | None = None
 
     def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
-        """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
+        """Multiply x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
         is_quantized = self.scale.reshape(-1)[0] > 0
         quantized, row_scale = quantize_rows(x, in_axes, self.upper_bound, pmax)
         x = jnp.where(is_quantized, quantized.astype(x.dtype), x)
@@ -88,7 +88,7 @@ def _as_matrices(x: Array, weight: Array, in_axes: int) -> tuple[Array, Array]:
 
 
 def _apply_scales(sums: Array, row_scale: Array, scale: Array) -> Array:
-    """sums `[rows, outputs]` -> `[*row_scale.shape, *scale.shape]`."""
+    """Scale sums `[rows, outputs]` -> `[*row_scale.shape, *scale.shape]`."""
     scaled = sums * row_scale.reshape(-1, 1) * scale.reshape(1, -1)
     return scaled.reshape(row_scale.shape + scale.shape)
 
@@ -125,7 +125,7 @@ class OutputMajor:
     out_shapes: tuple[tuple[int, ...], ...]
 
     def product(self, x: Array, in_axes: int = 1) -> list[Array]:
-        """x `[..., inputs]`, the inputs in its last `in_axes` axes -> float32 `[..., *out_shape]` of each."""
+        """Multiply x `[..., inputs]`, the inputs in its last `in_axes` axes -> float32 `[..., *out_shape]` of each."""
         lead = x.shape[: x.ndim - in_axes]
         rows = x.reshape(-1, self.matrix.shape[1])
         multiply = _multiply_few if rows.shape[0] <= _FEW_ROWS else _multiply_many

@@ -208,9 +208,9 @@ def _check_rest(source: Mapping[str, Any], where: str, known: tuple[str, ...]) -
 
 
 def _matcher(key: str, names: Any, has_patterns: bool) -> Callable[[str], bool]:
-    """Whether a list excludes a module: by its name, by a module that it is part of, or by the end of its name.
+    r"""Whether a list excludes a module: by its name, by a module that it is part of, or by the end of its name.
 
-    With `has_patterns`, `re:` begins a pattern of plain characters, `\\.`, `\\d+` and `.*`.
+    With `has_patterns`, `re:` begins a pattern of plain characters, `\.`, `\d+` and `.*`.
     """
     if names is None:
         names = []

@@ -101,8 +101,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base `theta` and the scaling of its frequencies, if any. Plain theta scaling for longer contexts is
-    `RopeConfig(theta=larger)`.
+    """The base `theta`, which may be larger for longer contexts, and the scaling of its frequencies, if any.
 
     Attributes:
       theta: the base of the frequencies, more than 1.

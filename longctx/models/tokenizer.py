@@ -156,9 +156,7 @@ class ByteTokenizer:
 
 
 class _LibraryErrors:
-    """Makes ValueErrors that name the file of what `tokenizers` raises: Exception itself, and for a panic of its Rust a
-    BaseException whose class cannot be imported. It is no generator because it is entered for every token.
-    """
+    """Makes ValueErrors that name the file of what `tokenizers` raises: Exception, or BaseException for a panic."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -15,6 +15,7 @@ from .devices import cpu_devices as cpu_devices
 from .devices import use_devices as use_devices
 from .kvp import kvp_attention as kvp_attention
 from .kvp import merge_over_ranks as merge_over_ranks
+from .layout import layout_hops as layout_hops
 from .layout import layout_shards as layout_shards
 from .layout import shard_positions as shard_positions
 from .mesh import make_mesh as make_mesh

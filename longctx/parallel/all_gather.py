@@ -11,15 +11,15 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments
+from longctx.kernels.attention.operands import Arguments, Window
 from longctx.kernels.operand_dtype import wide_dtype
-from longctx.parallel.exchange import AttentionSpec, exchange, gather_tokens
+from longctx.parallel.exchange import AttentionSpec, exchange, gather_tokens, stack_keys
 
 
 def all_gather_kv(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -27,10 +27,13 @@ def all_gather_kv(
     *,
     axis_name: str = "context",
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
     Arguments, results and errors are those of `ring_pass_kv`, and so is what it computes.
@@ -45,10 +48,10 @@ def all_gather_kv(
 
     Args:
       q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
-      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
+      (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
 
     Raises:
       ValueError, TypeError: as for `ring_pass_kv`.
@@ -75,8 +78,8 @@ def all_gather_kv(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
-    return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec, sinks)
 
 
 @final
@@ -92,10 +95,10 @@ class AllGatherKV:
 
         def step(state: Any, shard: Any) -> Any:
             kv, keys = shard
-            return self.kernel.forward(Operands(q, kv, kv, queries, keys), state), None
+            return self.kernel.forward(Operands(q, kv[0], kv[-1], queries, keys), state), None
 
         # Zeros made from q, so that they vary over its mesh axes.
-        zeros = jnp.zeros_like(q, wide_dtype(q.dtype))
+        zeros = jnp.zeros_like(q, wide_dtype(q.dtype), shape=operands.out_shape)
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
         return lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
 
@@ -104,15 +107,17 @@ class AllGatherKV:
 
         def step(d_q: Array, shard: Any) -> Any:
             kv, keys = shard
-            part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
-            return d_q + part, jnp.stack(d_kv)
+            part, *d_kv = self.kernel.backward(Operands(q, kv[0], kv[-1], queries, keys), lse, row_terms, d_out)
+            return d_q + part, stack_keys(*d_kv)
 
-        d_q, d_kv = lax.scan(step, jnp.zeros_like(d_out), _gather_shards(operands, self.axis_name))
-        d_k, d_v = lax.psum_scatter(d_kv, self.axis_name)
+        zeros = jnp.zeros_like(d_out, shape=q.shape)
+        d_q, d_kv = lax.scan(step, zeros, _gather_shards(operands, self.axis_name))
+        d_kv = tuple(lax.psum_scatter(x, self.axis_name) for x in d_kv)
+        d_k, d_v = d_kv[0] if len(d_kv) == 1 else d_kv
         return d_q, d_k, d_v
 
 
-def _gather_shards(operands: Operands, axis_name: str) -> tuple[Array, Tokens]:
+def _gather_shards(operands: Operands, axis_name: str) -> tuple[tuple[Array, ...], Tokens]:
     """Gather keys and values `[N, 2, B, S, K, H]` in one message, and their positions and segments in another."""
     _, k, v, _, keys = operands
-    return lax.all_gather(jnp.stack([k, v]), axis_name), gather_tokens(keys, axis_name)
+    return tuple(lax.all_gather(x, axis_name) for x in stack_keys(k, v)), gather_tokens(keys, axis_name)

@@ -248,8 +248,7 @@ def choose_ring(
     rule: str | EmpiricalRule = "predicted",
     fullest: Integer | None = None,
 ) -> Choice:
-    """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode
-    (T = 1).
+    """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or a decode.
 
     Args:
       new_tokens: T, at least 1.

@@ -17,13 +17,21 @@ from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, check_arrays, check_kernel, check_out_dtype, flatten
+from longctx.kernels.attention.operands import (
+    Arguments,
+    Window,
+    check_arrays,
+    check_kernel,
+    check_out_dtype,
+    check_sinks,
+    flatten,
+)
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
 from longctx.parallel.exchange import AttentionSpec
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.layout import check_layout
+from longctx.parallel.layout import check_layout, layout_hops
 from longctx.parallel.mesh_axes import MeshAxes, batch_axis_of, check_axes, check_mesh, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
@@ -43,7 +51,7 @@ METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
 def context_parallel_attention(
     q: Float[ArrayLike, "*B T N H"],
     k: Float[ArrayLike, "*B S K H"],
-    v: Float[ArrayLike, "*B S K H"],
+    v: Float[ArrayLike, "*B S K Hv"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     method: str = "auto",
@@ -56,11 +64,14 @@ def context_parallel_attention(
     head_axis: str | None = None,
     batch_axis: str | None = None,
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     hardware: Hardware | None = None,
-) -> Float[Array, "*B T N H"]:
+) -> Float[Array, "*B T N Hv"]:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
     Tokens are sharded over `axis_name` by the layout (queries by the new tokens alone), padded where N does not divide
@@ -72,13 +83,14 @@ def context_parallel_attention(
 
     Args:
       q: queries, the new tokens, floating point `[*B, T, N, H]`.
-      k, v: keys and values, cached and new, `[*B, S, K, H]`.
+      k, v: keys and values, cached and new, `[*B, S, K, H]` and `[*B, S, K, Hv]`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
         T new and S - T cached tokens.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
-      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as for
-        `longctx.kernels.attention`.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, window, sinks, logits_soft_cap, scale,
+        implementation, out_dtype: as for `longctx.kernels.attention`. With a window and positions that are not given,
+        only those hops of `"pass_kv"` are sent that some query needs.
       axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: with
@@ -87,7 +99,7 @@ def context_parallel_attention(
         them. The choice is logged as `longctx.parallel`, at level INFO: its first line names the hardware.
 
     Returns:
-      out `[*B, T, N, H]` in out_dtype. Differentiable in q, k and v.
+      out `[*B, T, N, Hv]` in out_dtype. Differentiable in q, k, v and sinks.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
@@ -110,7 +122,9 @@ def context_parallel_attention(
     """
     arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     q, k = arguments.q, arguments.k
-    kernel = check_kernel(q, causal, scale, implementation)
+    value_size = arguments.v.shape[-1]
+    rule = check_kernel(q, causal, scale, implementation, window, logits_soft_cap, value_size).rule
+    sinks = check_sinks(sinks, q)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     mesh = check_mesh(mesh)
     axes = check_axes(mesh, axis_name, head_axis, batch_axis or batch_axis_of(q, mesh, (axis_name, head_axis)))
@@ -131,7 +145,7 @@ def context_parallel_attention(
         raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
     length, kv_length = q.shape[-3], k.shape[-3]
     if 0 in (q.size, kv_length):
-        return jnp.zeros(q.shape, out_dtype)
+        return jnp.zeros((*q.shape[:-1], value_size), out_dtype)
     if method == "auto":
         if hardware is None:
             hardware = _find_hardware(mesh, axis_name)
@@ -142,8 +156,11 @@ def context_parallel_attention(
         choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
         _log.info("%s", choice)
         method = choice.method
-    spec = AttentionSpec(axis_name, kernel.causal, kernel.scale, kernel.implementation, out_dtype)
-    return _attend_over_mesh(_StaticArguments(mesh, method, layout, axes, spec), arguments)
+    spec = AttentionSpec(axis_name, rule.causal, rule.scale, implementation, out_dtype, rule.window, rule.soft_cap)
+    hops = None
+    if method == "pass_kv" and rule.window != (None, None) and q_positions is None and kv_positions is None:
+        hops = layout_hops(length, num_ranks, layout, causal=rule.causal, window=rule.window)
+    return _attend_over_mesh(_StaticArguments(mesh, method, layout, axes, spec, hops), arguments, sinks)
 
 
 def _find_hardware(mesh: Mesh | AbstractMesh, axis_name: str) -> Hardware:
@@ -160,17 +177,21 @@ class _StaticArguments(NamedTuple):
     layout: str
     axes: MeshAxes
     spec: AttentionSpec
+    hops: tuple[int, ...] | None
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_over_mesh(static: _StaticArguments, arguments: Arguments) -> Array:
+def _attend_over_mesh(static: _StaticArguments, arguments: Arguments, sinks: Array | None) -> Array:
     """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
     out_spec = spec_of(arguments.q, static.mesh)
-    return with_auto_axes(functools.partial(_sharded_attention, static), static.mesh, arguments, out_spec)
+    return with_auto_axes(functools.partial(_sharded_attention, static), static.mesh, (arguments, sinks), out_spec)
 
 
-def _sharded_attention(static: _StaticArguments, mesh: Mesh | AbstractMesh | None, arguments: Arguments) -> Array:
+def _sharded_attention(
+    static: _StaticArguments, mesh: Mesh | AbstractMesh | None, arrays: tuple[Arguments, Array | None]
+) -> Array:
     """Shard over `mesh`, or over the mesh of the context if it is None."""
+    arguments, sinks = arrays
     axis_name, num_ranks = static.axes.sequence, static.axes.size(static.axes.sequence)
     flat_q, flat_k, flat_v, queries, keys = flatten(arguments)
     if static.axes.head is not None:
@@ -186,7 +207,7 @@ def _sharded_attention(static: _StaticArguments, mesh: Mesh | AbstractMesh | Non
     def pad_kv(x: Array, value: int = 0) -> Array:
         return pad_sequence(x, num_ranks, static.layout, value)
 
-    def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
+    def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, sinks: Array | None) -> Array:
         if q_axis is not None:
             q, queries = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, q_layout), (q, queries))
         k, v, keys = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, static.layout), (k, v, keys))
@@ -198,7 +219,9 @@ def _sharded_attention(static: _StaticArguments, mesh: Mesh | AbstractMesh | Non
             kv_positions=_drop_batch(keys.positions),
             q_segment_ids=_drop_batch(queries.segments),
             kv_segment_ids=_drop_batch(keys.segments),
+            sinks=sinks,
             **static.spec._asdict(),
+            **({} if static.hops is None else {"hops": static.hops}),
         )
         return out if q_axis is None else reshard_to_contiguous(out, axis_name, q_layout)
 
@@ -212,7 +235,14 @@ def _sharded_attention(static: _StaticArguments, mesh: Mesh | AbstractMesh | Non
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, tokens_spec(queries, q_axis), tokens_spec(keys, axis_name)),
+        in_specs=(
+            q_spec,
+            kv_spec,
+            kv_spec,
+            tokens_spec(queries, q_axis),
+            tokens_spec(keys, axis_name),
+            P(static.axes.head),
+        ),
         out_specs=q_spec,
         axis_names={name for name, size in static.axes.sizes if name in own or size == 1},
     )
@@ -222,8 +252,9 @@ def _sharded_attention(static: _StaticArguments, mesh: Mesh | AbstractMesh | Non
         pad_kv(flat_v),
         Tokens(pad_q(queries.positions), pad_q(queries.segments, -1)),
         Tokens(pad_kv(keys.positions), pad_kv(keys.segments, -1)),
+        sinks,
     )
-    return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
+    return out[:, : flat_q.shape[1]].reshape(*arguments.q.shape[:-1], out.shape[-1])
 
 
 def _drop_batch(x: Array) -> Array:

@@ -7,12 +7,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from longctx.annotations import Real
 from longctx.kernels.attention.kernel import Algorithm, Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, check_arrays, check_kernel, check_out_dtype, flatten
+from longctx.kernels.attention.operands import (
+    Arguments,
+    Window,
+    check_arrays,
+    check_kernel,
+    check_out_dtype,
+    check_sinks,
+    flatten,
+)
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
 
 
@@ -24,6 +33,8 @@ class AttentionSpec(NamedTuple):
     scale: Real | None
     implementation: str | None
     out_dtype: DTypeLike | None
+    window: Window | None = None
+    logits_soft_cap: Real | None = None
 
     def check(self, arrays: Arguments) -> tuple[Kernel, Operands, jnp.dtype]:
         """Check one rank's arguments, flatten their batch dimensions and cast them to vary over the axis.
@@ -47,7 +58,9 @@ class AttentionSpec(NamedTuple):
                     "(longctx.parallel.shard_positions does)"
                 )
         operands = flatten(check_arrays(*arrays, self.causal))
-        kernel = check_kernel(q, self.causal, self.scale, self.implementation)
+        kernel = check_kernel(
+            q, self.causal, self.scale, self.implementation, self.window, self.logits_soft_cap, arrays.v.shape[-1]
+        )
         for name, x in (("k", arrays.k), ("v", arrays.v)):
             if num_ranks > 1 and is_replicated(x, axis_name):
                 raise ValueError(
@@ -57,21 +70,32 @@ class AttentionSpec(NamedTuple):
         return kernel, match_varying(operands, axis_name), check_out_dtype(self.out_dtype, q.dtype)
 
 
-def exchange(algorithm: Callable[[Kernel], Algorithm], arrays: Arguments, spec: AttentionSpec) -> tuple[Array, Array]:
+def exchange(
+    algorithm: Callable[[Kernel], Algorithm],
+    arrays: Arguments,
+    spec: AttentionSpec,
+    sinks: ArrayLike | None = None,
+) -> tuple[Array, Array]:
     """Check the arguments, run an algorithm over flat operands, and give its state the shape and dtype of q.
 
     Args:
       algorithm: made of the kernel of each rank, which runs alone where there is no query or no key.
+      sinks: as for `attention`, of this rank's heads; they take part once, after the last merge.
     """
     kernel, operands, out_dtype = spec.check(arrays)
     state = attention_with_vjp(kernel if operands.are_empty else algorithm(kernel), operands)
-    return restore_shape(state, arrays.q, out_dtype)
+    return finish(state, arrays.q, out_dtype, sinks)
 
 
-def restore_shape(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Give a state of flat batch `[B, T, N, ...]` the batch dimensions of q, and `out` its dtype."""
-    out, lse = state
-    return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])
+def finish(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype, sinks: ArrayLike | None) -> tuple[Array, Array]:
+    """Add the sinks to a state of flat batch `[B, T, N, ...]`, and give it the batch dimensions of q and its dtype."""
+    out, lse = with_sinks(state, check_sinks(sinks, q))
+    return out.reshape(*q.shape[:-1], out.shape[-1]).astype(out_dtype), lse.reshape(q.shape[:-1])
+
+
+def stack_keys(k: Array, v: Array) -> tuple[Array, ...]:
+    """Return k and v as one array, a single message; or as they are where their head sizes differ."""
+    return (jnp.stack([k, v]),) if k.shape == v.shape else (k, v)
 
 
 def is_replicated(x: Array, axis_name: str) -> bool:

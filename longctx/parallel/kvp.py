@@ -15,9 +15,9 @@ from longctx.kernels import merge_states
 from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments
+from longctx.kernels.attention.operands import Arguments, Window
 from longctx.kernels.partitioning import match_varying
-from longctx.parallel.exchange import AttentionSpec, is_varying, pack_state, restore_shape, unpack_states
+from longctx.parallel.exchange import AttentionSpec, finish, is_varying, pack_state, unpack_states
 
 # combine(rows, terms, members) -> (rows, terms): the pairs of all ranks, of which each row takes its members.
 _Combiner = Callable[[Array, Array, Array | None], tuple[Array, Array]]
@@ -29,7 +29,7 @@ _BYTES_OF_A_COLLECTIVE = 1 << 19
 def kvp_attention(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -39,10 +39,13 @@ def kvp_attention(
     merge: str = "auto",
     axis_name: str = "context",
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
 
     Args:
@@ -58,12 +61,12 @@ def kvp_attention(
         element of out, in two steps: for the rows of a chunk. (lse is sent back separately, and not at all if it isn't
         used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
         worth of a second collective.
-      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32), the same on all ranks of a group. With one group, their types say
-      that they are replicated over the axis. Backward sums the cotangents of a group the same way, each rank computes
-      its share of dQ (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
+      (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32), the same on all ranks of a group. With one group, their types
+      say that they are replicated over the axis. Backward sums the cotangents of a group the same way, each rank
+      computes its share of dQ (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
 
     Raises:
       ValueError, TypeError: as for `ring_pass_kv`; or `merge` or `group_ids` are wrong, or q varies over the ranks of
@@ -92,7 +95,7 @@ def kvp_attention(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
     kernel, operands, out_dtype = spec.check(arrays)
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
@@ -106,7 +109,7 @@ def kvp_attention(
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
     grouped = match_varying(_GroupedOperands(*operands, groups), axis_name)
     state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, out_dtype), grouped)
-    return restore_shape(state, q, out_dtype)
+    return finish(state, q, out_dtype, sinks)
 
 
 def merge_over_ranks(

@@ -3,6 +3,7 @@
 import numpy as np
 
 from longctx.annotations import Integer
+from longctx.kernels.attention.operands import check_window
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -66,6 +67,50 @@ def shard_order(length: Integer, num_shards: Integer, layout: str) -> np.ndarray
     for row, tokens in zip(order, shards, strict=True):
         row[: len(tokens)] = tokens
     return order
+
+
+def layout_hops(
+    length: Integer,
+    num_shards: Integer,
+    layout: str = "zigzag",
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+) -> tuple[int, ...]:
+    """Return the hops of a ring after which some rank holds keys that one of its queries sees.
+
+    After h hops rank r holds the keys of rank r - h. With a window few hops are left: `ring_pass_kv(..., hops=...)`
+    sends no others.
+
+    Args:
+      length: tokens T of a sequence whose queries and keys are sharded by the layout, at positions 0 to T - 1.
+      num_shards, layout: as for `layout_shards`.
+      causal, window: as for `longctx.kernels.attention`.
+
+    Returns:
+      Hops, ascending, of which the first is 0: the rank's own keys.
+
+    Raises:
+      ValueError: as for `layout_shards`, or the window is wrong.
+
+    Examples:
+      >>> from longctx.parallel import layout_hops
+      >>> layout_hops(64, 8, "contiguous", window=(8, 0))  # of 8 tokens a rank: its own and those of the rank before
+      (0, 1)
+      >>> layout_hops(64, 8, "zigzag", window=(4, 0))  # a rank has two chunks, and its neighbours those before them
+      (0, 1, 7)
+    """
+    before, after = check_window(window)
+    shards = layout_shards(length, num_shards, layout)
+    before, after = (length if side is None else side for side in (before, 0 if causal else after))
+    hops = {0}
+    for rank, queries in enumerate(shards):
+        for source in range(num_shards):
+            hop, keys = (rank - source) % num_shards, shards[source]
+            if hop not in hops:
+                seen = np.searchsorted(keys, queries + after, "right") > np.searchsorted(keys, queries - before)
+                hops |= {hop} if seen.any() else set()
+    return tuple(sorted(hops))
 
 
 def shard_positions(length: Integer, num_shards: Integer, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:

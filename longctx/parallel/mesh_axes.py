@@ -36,7 +36,7 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh |
 
 
 def place(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
-    """x with the sharding, in and outside of jit."""
+    """Return x with the sharding, in and outside of jit."""
     sharding = NamedSharding(mesh, spec)
     if is_tracing() and AxisType.Explicit not in mesh.axis_types:
         return lax.with_sharding_constraint(x, sharding)  # with Auto axes, jit ignores device_put

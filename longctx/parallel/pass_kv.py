@@ -1,10 +1,9 @@
 """Ring pass-KV: every rank keeps its queries, and keys and values travel round a ring."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, final
 
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
@@ -12,15 +11,15 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments
-from longctx.parallel.exchange import AttentionSpec, exchange
-from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
+from longctx.kernels.attention.operands import Arguments, Window
+from longctx.parallel.exchange import AttentionSpec, exchange, stack_keys
+from longctx.parallel.ring import check_hops, fold_ring, fold_ring_and_return, tokens_by_hop
 
 
 def ring_pass_kv(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -28,10 +27,14 @@ def ring_pass_kv(
     *,
     axis_name: str = "context",
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+    hops: Sequence[int] | None = None,
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks: keys and values travel round a ring.
 
     Call it inside `jax.shard_map`. A shard's keys are its cached and new ones together, best sorted by (segment,
@@ -49,14 +52,17 @@ def ring_pass_kv(
 
     Args:
       q: this rank's queries, floating point `[*B, T, N, H]`.
-      k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
+      k, v: this rank's keys `[*B, S, K, H]` and values `[*B, S, K, Hv]`, N a multiple of K.
       q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       axis_name: the mesh axis of N ranks that forms the ring.
-      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for
+        `longctx.kernels.attention`.
+      hops: the hops after which some rank's keys are seen by this or another rank's queries, as `layout_hops` finds
+        them for a window: keys of others don't travel. None: all N.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
+      (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
       residuals are q, k, v, out and lse.
 
     Raises:
@@ -67,8 +73,7 @@ def ring_pass_kv(
 
     Examples:
       >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
+      >>>       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
       >>> from longctx.parallel import make_mesh, ring_pass_kv, use_devices
       >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence
@@ -84,8 +89,13 @@ def ring_pass_kv(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
-    return exchange(lambda kernel: PassKV(axis_name, kernel.beside_hops(lax.axis_size(axis_name))), arrays, spec)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+
+    def algorithm(kernel: Kernel) -> PassKV:
+        num_ranks = lax.axis_size(axis_name)
+        return PassKV(axis_name, kernel.beside_hops(num_ranks), check_hops(hops, num_ranks))
+
+    return exchange(algorithm, arrays, spec, sinks)
 
 
 @final
@@ -95,30 +105,23 @@ class PassKV:
 
     axis_name: str
     kernel: Kernel
+    hops: tuple[int, ...]
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        keys_of = tokens_by_hop(operands.keys, self.axis_name)
-        return pass_kv_forward(operands, keys_of, kernel=self.kernel, axis_name=self.axis_name)
+        q, k, v, queries, keys = operands
+
+        def step(state: Any, block: tuple[Array, ...], keys: Tokens, source: Array) -> Any:
+            return self.kernel.forward(Operands(q, block[0], block[-1], queries, keys), state)
+
+        keys_of = tokens_by_hop(keys, self.axis_name, self.hops)
+        return fold_ring(stack_keys(k, v), keys_of, step, self.axis_name, hops=self.hops)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
 
         def step(d_q: Array | None, block: tuple[Array, ...], keys: Tokens) -> Any:
-            (kv,) = block
-            part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
+            part, *d_kv = self.kernel.backward(Operands(q, block[0], block[-1], queries, keys), lse, row_terms, d_out)
             return (part if d_q is None else d_q + part), tuple(d_kv)
 
-        d_q, (d_k, d_v) = fold_ring_and_return((jnp.stack([k, v]),), keys, step, self.axis_name)
+        d_q, (d_k, d_v) = fold_ring_and_return(stack_keys(k, v), keys, step, self.axis_name, self.hops)
         return d_q, d_k, d_v
-
-
-def pass_kv_forward(
-    operands: Operands, keys_of: Callable[[int], Tokens], *, kernel: Kernel, axis_name: str
-) -> tuple[Array, Array]:
-    """Compute the state of this rank's queries over the keys of all ranks; `keys_of` is as `tokens_by_hop` makes it."""
-    q, k, v, queries, _ = operands
-
-    def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-        return kernel.forward(Operands(q, kv, kv, queries, keys), state)
-
-    return fold_ring(jnp.stack([k, v]), keys_of, step, axis_name)

@@ -14,7 +14,7 @@ from longctx.annotations import Nested, Real
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments
+from longctx.kernels.attention.operands import Arguments, Window
 from longctx.parallel.exchange import AttentionSpec, exchange, pack_state, unpack_states
 from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
@@ -22,7 +22,7 @@ from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 def ring_pass_q(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -30,11 +30,14 @@ def ring_pass_q(
     *,
     axis_name: str = "context",
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results return.
 
     Arguments, results and errors are those of `ring_pass_kv`. It sends queries in place of keys, which is better where
@@ -53,11 +56,11 @@ def ring_pass_q(
 
     Args:
       q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
-      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       decode: whether every query belongs to a sequence of its own, see above.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
+      (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
 
     Raises:
       ValueError, TypeError: as for `ring_pass_kv`; or `decode`, and q or q_segment_ids don't fit it.
@@ -89,12 +92,12 @@ def ring_pass_q(
             f"q {np.shape(q)} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
 
     def algorithm(kernel: Kernel) -> PassQ:
         return PassQ(axis_name, kernel.beside_hops(lax.axis_size(axis_name)), decode)
 
-    return exchange(algorithm, arrays, spec)
+    return exchange(algorithm, arrays, spec, sinks)
 
 
 @final
@@ -113,7 +116,7 @@ class PassQ:
         def attend_local(q: Array, queries: Tokens) -> tuple[Array, Array]:
             return block_forward(self.kernel, Operands(q, k, v, queries, keys))
 
-        queries_of = tokens_by_hop(queries, self.axis_name)
+        queries_of = tokens_by_hop(queries, self.axis_name, tuple(range(lax.axis_size(self.axis_name))))
         return pass_q_forward(q, queries_of, attend_local, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
@@ -141,17 +144,19 @@ def pass_q_forward(
     `queries_of` gives the metadata of the queries that are here after a hop, and `attend_local(q, metadata)` the state
     of some rank's queries over this rank's keys.
     """
-    num_ranks = lax.axis_size(axis_name)
+    num_ranks, shape = lax.axis_size(axis_name), q.shape
 
-    def step(partials: Array | None, q: Array, queries: Any, source: Array) -> Array:
-        part = pack_state(*attend_local(q, queries), 1)
+    def step(partials: Array | None, block: tuple[Array, ...], queries: Any, source: Array) -> Array:
+        nonlocal shape
+        out, lse = attend_local(block[0], queries)
+        part, shape = pack_state(out, lse, 1), out.shape
         if partials is None:
             partials = jnp.zeros_like(part, shape=(num_ranks, part.size))
         return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
-    partials = fold_ring(q, queries_of, step, axis_name)
+    partials = fold_ring((q,), queries_of, step, axis_name)
     partials = lax.all_to_all(partials, axis_name, 0, 0, tiled=True)
-    return merge_states(*unpack_states(partials, q.shape))
+    return merge_states(*unpack_states(partials, shape))
 
 
 def _decode_forward(kernel: Kernel, operands: Operands) -> tuple[Array, Array]:

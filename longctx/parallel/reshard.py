@@ -94,7 +94,7 @@ def padded_length(length: int, num_ranks: int, layout: str) -> int:
 
 
 def pad_sequence(x: Shaped[Array, "B T *rest"], num_ranks: int, layout: str, value: int = 0) -> Array:
-    """x with `padded_length` entries along axis 1, the new ones of this value; outside `shard_map`."""
+    """Return x with `padded_length` entries along axis 1, the new ones of this value; outside `shard_map`."""
     missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
     widths = [(0, missing * (axis == 1)) for axis in range(x.ndim)]
     # All paddings are with 0: where one array is padded with two values (a token's position and its segment may be

@@ -1,7 +1,7 @@
 """The ring: blocks travel from rank to rank while each rank computes with the block it has."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ def ring_source(axis_name: str, hop: int) -> Array:
     return (lax.axis_index(axis_name) - hop) % lax.axis_size(axis_name)
 
 
-def ring_shift(axis_name: str, *arrays: Array) -> tuple[Array, ...]:
-    """Send every rank's arrays to the next rank, in one message.
+def ring_shift(axis_name: str, *arrays: Array, by: int = 1) -> tuple[Array, ...]:
+    """Send every rank's arrays to the rank that is `by` ranks after it, in one message.
 
     XLA's GPU backend runs one permute at a time and joins several into one only up to 30 MiB or so: of two long
     permutes the second would wait for the first, and no step would hide it. On CPUs, whose permutes hide nothing, a
     message of its own for each array saves the memory of the one that joins them.
     """
     n = lax.axis_size(axis_name)
-    permute = functools.partial(lax.ppermute, axis_name=axis_name, perm=[(rank, (rank + 1) % n) for rank in range(n)])
+    permute = functools.partial(lax.ppermute, axis_name=axis_name, perm=[(rank, (rank + by) % n) for rank in range(n)])
 
     def each(*arrays: Array) -> tuple[Array, ...]:
         return tuple(map(permute, arrays))
@@ -42,11 +42,34 @@ def ring_shift(axis_name: str, *arrays: Array) -> tuple[Array, ...]:
     return lax.platform_dependent(*arrays, cpu=each, default=joined)
 
 
-def tokens_by_hop(tokens: Tokens, axis_name: str) -> Callable[[int], Tokens]:
+def check_hops(hops: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
+    """Check the hops of a ring, as `layout_hops` returns them, and return them; None: all.
+
+    Raises:
+      ValueError: they are no ascending integers from 0, of ranks.
+    """
+    if hops is None:
+        return tuple(range(num_ranks))
+    found = tuple(hops)
+    is_ascending = all(isinstance(hop, (int, np.integer)) for hop in found) and sorted({*found}) == [*found]
+    if not found or not is_ascending or found[0] != 0 or found[-1] >= num_ranks:
+        raise ValueError(
+            f"hops must be ascending integers from 0 to {num_ranks - 1} that begin with 0, the rank's own keys, "
+            f"got {hops!r}"
+        )
+    return tuple(map(int, found))
+
+
+def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...]) -> Callable[[int], Tokens]:
     """A function from a hop to the positions and segments of the block that is on this rank after it.
 
-    Those of all ranks are gathered at once, as they take 8 bytes a token; hop 0 reads this rank's own.
+    Those of all ranks are gathered at once, as they take 8 bytes a token, unless few hops are taken; hop 0 reads this
+    rank's own.
     """
+    if len(hops) < lax.axis_size(axis_name):
+        packed = jnp.stack(jnp.broadcast_arrays(*tokens))
+        arrived = {hop: ring_shift(axis_name, packed, by=hop)[0] for hop in hops[1:]}
+        return lambda hop: Tokens(*arrived[hop]) if hop else tokens
     if lax.axis_size(axis_name) == 1:
         return lambda hop: tokens
     gathered = gather_tokens(tokens, axis_name)
@@ -54,25 +77,31 @@ def tokens_by_hop(tokens: Tokens, axis_name: str) -> Callable[[int], Tokens]:
 
 
 def fold_ring(
-    block: Array,
+    block: tuple[Array, ...],
     tokens_of: Callable[[int], Any],
-    step: Callable[[Any, Array, Any, Array], Any],
+    step: Callable[[Any, tuple[Array, ...], Any, Array], Any],
     axis_name: str,
     state: Any = None,
+    hops: tuple[int, ...] | None = None,
 ) -> Any:
     """Fold `state = step(state, block, tokens, source)` over the blocks of all ranks, this rank's own first.
 
     Each of the N - 1 permutes is issued before the step that hides it. Without the barrier a compiler issues all
-    permutes at once, holds N blocks, and hides only the last one. `tokens_of` is as `tokens_by_hop` makes it.
+    permutes at once, holds N blocks, and hides only the last one. `tokens_of` is as `tokens_by_hop` makes it. Given
+    `hops`, the blocks that come after other hops are left out.
     """
-    n = lax.axis_size(axis_name)
-    for hop in range(n):
-        is_last = hop == n - 1
-        arriving = (block,) if is_last else ring_shift(axis_name, block)
+    for hop, following in _with_following(hops, axis_name):
+        arriving = () if following is None else ring_shift(axis_name, *block, by=following - hop)
         state = step(state, block, tokens_of(hop), ring_source(axis_name, hop))
-        if not is_last:
-            block, state = hold(arriving[0], state)
+        if arriving:
+            block, state = hold(arriving, state)
     return state
+
+
+def _with_following(hops: tuple[int, ...] | None, axis_name: str) -> list[tuple[int, int | None]]:
+    """Pairs of each hop and the hop after it; None: it is the last one."""
+    hops = tuple(range(lax.axis_size(axis_name))) if hops is None else hops
+    return list(zip(hops, (*hops[1:], None), strict=True))
 
 
 def fold_ring_and_return(
@@ -80,6 +109,7 @@ def fold_ring_and_return(
     tokens: Tokens,
     step: Callable[[Any, tuple[Array, ...], Tokens], tuple[Any, tuple[Array, ...]]],
     axis_name: str,
+    hops: tuple[int, ...] | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
     """Fold `state, share = step(state, block, tokens)` over all blocks, and return each block's sum of shares home.
 
@@ -88,19 +118,34 @@ def fold_ring_and_return(
     state: Any = None
     own: tuple[Array, ...] = ()
     total: tuple[Array, ...] = ()
-    n, tokens_of = lax.axis_size(axis_name), tokens_by_hop(tokens, axis_name)
-    for hop in range(n):
-        is_last = hop == n - 1
-        leaving = (*(() if is_last else block), *total)
-        arriving = ring_shift(axis_name, *leaving) if leaving else ()
+    pairs = _with_following(hops, axis_name)
+    last, behind = pairs[-1][0], 0
+    tokens_of = tokens_by_hop(tokens, axis_name, tuple(hop for hop, _ in pairs))
+    for hop, following in pairs:
+        ahead = 0 if following is None else following - hop
+        arriving, total = _shift_both(axis_name, block if ahead else (), ahead, total, behind)
         state, share = step(state, block, tokens_of(hop))
         if hop == 0:
             own = share
         else:
-            total = _add(arriving[-len(share) :], share) if total else share
-        if not is_last:
-            block, (state, own, total) = hold(arriving[: len(block)], (state, own, total))
-    return state, _add(own, ring_shift(axis_name, *total)) if total else own
+            total = _add(total, share) if total else share
+        if ahead:
+            block, (state, own, total) = hold(arriving, (state, own, total))
+        behind = ahead
+    return state, _add(own, ring_shift(axis_name, *total, by=-last)) if total else own
+
+
+def _shift_both(
+    axis_name: str, block: tuple[Array, ...], ahead: int, total: tuple[Array, ...], behind: int
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Send a block and sums, which follow it, so many ranks on: in one message where the numbers are equal."""
+    if block and total and ahead == behind:
+        arriving = ring_shift(axis_name, *block, *total, by=ahead)
+        return arriving[: len(block)], arriving[len(block) :]
+    return (
+        ring_shift(axis_name, *block, by=ahead) if block else (),
+        ring_shift(axis_name, *total, by=behind) if total else (),
+    )
 
 
 def _add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -108,7 +153,7 @@ def _add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _to_words(x: Array, message: tuple[Array, ...]) -> Array:
-    """x as 16-bit words where the message has several dtypes, else as it is."""
+    """Return x as 16-bit words where the message has several dtypes, else as it is."""
     return x if len({y.dtype for y in message}) == 1 else lax.bitcast_convert_type(x, jnp.uint16)
 
 

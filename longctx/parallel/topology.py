@@ -132,31 +132,6 @@ class Topology:
         """The topology as plain data, from which `from_dict` makes the same."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def of_hardware(cls, hardware: Hardware, efficiency: Real = 1.0) -> "Topology":
-        """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
-
-        Bytes of elements are no part of it: give them to `hardware`.
-
-        Args:
-          hardware: a device and its link.
-          efficiency: the share of its rates that is reached, up to 1.
-        """
-        device = Device(
-            "hardware",
-            {"bfloat16": hardware.peak_flops},
-            min(hardware.memory_bandwidth, 1e30),
-            flops_share=efficiency,
-            memory_share=efficiency,
-            contention=hardware.contention,
-        )
-        hop, collective = hardware.bandwidth, hardware.collective_bandwidth
-        most = max(hop, collective or 0)
-        share = None if collective is None else efficiency * (collective / most)
-        latency = hardware.collective_latency
-        link = Link("hardware", most, hardware.latency, efficiency * (hop / most), share, latency)
-        return cls(device, dict.fromkeys(AXES, link))
-
     def link(self, axis: str) -> Link:
         """The link of an axis.
 
@@ -288,6 +263,12 @@ def device_name(device: Any) -> str | None:
         return "cpu"
     words = re.split(r"[^0-9A-Za-z]+", device.device_kind)  # whole ones: a GH200 is no H200
     return next((name for name in FOUND if name in words), None)
+
+
+def data_sheet(device: Any) -> Device | None:
+    """Return what is known of an accelerator, a `jax.Device`; None of others, and of CPUs."""
+    name = device_name(device)
+    return None if name in (None, "cpu", "A800") else DEVICES[name]
 
 
 def _host(device: Any) -> int:

@@ -4,22 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from longctx.models.validation import check_kv_dtype
+from longctx.models.validation import check_integer, check_kv_dtype, check_real, shown
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import (
-    Count,
-    Positive,
-    Range,
-    Share,
-    check_fields,
-    check_integer,
-    check_real,
-    check_text,
-    shown,
-)
+from longctx.serving.validation import Count, Positive, Range, Share, check_fields, check_text
 
 if TYPE_CHECKING:  # `--help` reads settings: these load numpy
     from longctx.serving.scheduler.chunking import Chunking
@@ -63,8 +53,6 @@ class EngineConfig:
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
-      verify_share: share of loads, from tiers and other engines, whose pages are computed again in idle time and
-        compared.
       kv_dtype: dtype of the cache; float8_e4m3fn holds twice the tokens in as much memory, and is not exact. None: the
         parameters'. `"float8_e4m3fn"`, with a float32 scale for each token and KV head, alone of all settings changes
         answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
@@ -107,7 +95,6 @@ class EngineConfig:
     hash_key: bytes | None = None
     tiers: TierConfig | None = None
     transfers: bool = False
-    verify_share: Share = 0.0
     kv_dtype: str | None = None
 
     def __post_init__(self) -> None:

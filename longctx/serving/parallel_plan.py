@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from longctx.models.validation import check_integer, check_real
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.validation import Positive, check_fields, check_integer, check_real
+from longctx.serving.validation import Positive, check_fields
 
 if TYPE_CHECKING:  # `--help` reads plans: the rules load numpy
     from longctx.models import LlamaConfig

@@ -7,11 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from longctx.annotations import Real
-from longctx.models.validation import MAX_INT32 as MAX_INT32
-from longctx.models.validation import check_bool as check_bool
-from longctx.models.validation import check_integer as check_integer
-from longctx.models.validation import check_real as check_real
-from longctx.models.validation import shown as shown
+from longctx.models.validation import check_bool, check_integer, check_real, shown
 
 _LEAST_INT = -(2**63)
 

@@ -7,5 +7,5 @@ from .record import Record as Record
 from .record import Served as Served
 from .record import Totals as Totals
 from .replay import replay as replay
-from .server import Server as Server
+from .run import Server as Server
 from .simulation import Simulation as Simulation

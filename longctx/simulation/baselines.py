@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from longctx.models.config import LlamaConfig
+from longctx.models.validation import check_integer
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.validation import check_integer
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.simulation import Simulation
@@ -19,11 +19,10 @@ _PAGE = 256
 
 
 class StandardPipeline(Instance):
-    """An engine whose stages have chunks of different requests: a prompt's next chunk waits until the one before it has
-    left the last stage.
+    """An engine whose stages have chunks of different requests.
 
-    Stages are filled by other requests, or idle. So prompts are read no faster with more stages, and throughput grows
-    only with several prompts at a time.
+    A prompt's next chunk waits until the one before it has left the last stage. Stages are filled by other requests, or
+    idle. So prompts are read no faster with more stages, and throughput grows only with several prompts at a time.
 
     Args:
       *args, **options: as for `Instance`.

@@ -1,7 +1,10 @@
-"""Records of a workload: its requests, and each engine after each of its steps."""
+"""Records of a workload: its requests, each engine after each of its steps, and what a conductor decided."""
 
 from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
 
+from longctx.cluster.conductor.config import Role
+from longctx.cluster.conductor.request import Assignment, Bound
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.request.output import Metrics
 
@@ -121,11 +124,83 @@ class InstanceRecord:
     stats: EngineStats | None = None
 
 
+class Placed(NamedTuple):
+    """Place where a request was served, and the prediction.
+
+    Attributes:
+      assignment: the last one: names of instances, and predicted seconds.
+      num_assigned: how often it was assigned, in all: more than once after failures.
+      tbt: mean of the longest tenth of the gaps between its tokens, seconds (Mooncake, FAST'25, 5.1); None: it had one
+        token.
+    """
+
+    assignment: Assignment
+    num_assigned: int
+    tbt: float | None
+
+
+class Rejected(NamedTuple):
+    """A request that was not served, see `longctx.cluster.conductor.request.Rejection`.
+
+    Attributes:
+      due: when it came, seconds from the beginning of the workload. at: when it was rejected.
+      deferred: how often it was told to come again before.
+      ttft, tbt: predicted seconds, had it been accepted.
+    """
+
+    number: int
+    due: float
+    at: float
+    stage: Literal["prefill", "decode"]
+    bound: Bound
+    ttft: float
+    tbt: float
+    load: float
+    prompt_tokens: int
+    deferred: int = 0
+
+
+class Moved(NamedTuple):
+    """Pages that went from one instance to another.
+
+    Attributes:
+      kind: `"prefix"`: of a prefix, to where a prompt is computed; `"pages"`: of a whole prompt, to where it decodes.
+      begun, ended: seconds from the beginning of the workload.
+      exposed: seconds that somebody waited for them: of `"pages"`, since the prompt had been computed.
+    """
+
+    number: int
+    kind: Literal["prefix", "pages"]
+    source: str
+    target: str
+    num_bytes: float
+    begun: float
+    ended: float
+    exposed: float
+
+
+class LoadPoint(NamedTuple):
+    """The load of both pools at a time: predicted TTFT and TBT over their SLOs (Mooncake, 6.1)."""
+
+    at: float
+    prefill: float
+    decode: float
+
+
+class RoleAt(NamedTuple):
+    """An instance has another role from a time on."""
+
+    at: float
+    instance: str
+    role: Role
+
+
 @dataclass
 class Record:
-    """Results of a workload: its requests, and the engines after each step.
+    """Results of a workload: its requests, the engines after each step, and what a conductor decided, if there was one.
 
     `steps` and `timeline` are of all instances together, and empty where steps are not kept; `stats` is None then.
+    Times are seconds from the beginning of the workload.
 
     Attributes:
       seconds: from the beginning of the workload to the end of the window or of the last request.
@@ -136,6 +211,16 @@ class Record:
       steps: in the order of time.
       open: those that had not ended when the window closed.
       instances: what each of them computed.
+      placed: behind a conductor, of each request in `served`, in the same order.
+      rejected: in the order of rejections.
+      loads: of both pools, at every report.
+      moved: pages, in the order in which they ended.
+      roles: changes of roles.
+      num_deferred: how often a request was told to come again.
+      num_reassigned: how often a request was assigned anew, as an instance died.
+
+    Source:
+      Mooncake, 2 (goodput: only completed requests count) and 6 (loads).
 
     Examples:
       >>> import statistics
@@ -155,18 +240,42 @@ class Record:
     """
 
     seconds: float = 0.0
-    failed: int = 0  # requests that ended with an error; they are not among those served
+    failed: int = 0
     served: list[Served] = field(default_factory=list)
-    timeline: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, running, waiting
-    stats: EngineStats | None = None  # of all instances, summed
+    timeline: list[tuple[float, int, int]] = field(default_factory=list)
+    stats: EngineStats | None = None
     steps: list[StepMetrics] = field(default_factory=list)  # of an engine, where its monitor appends to it
     open: list[Open] = field(default_factory=list)
     instances: list[InstanceRecord] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    loads: list[LoadPoint] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    roles: list[RoleAt] = field(default_factory=list)
+    num_deferred: int = 0
+    num_reassigned: int = 0
 
     @property
     def totals(self) -> Totals:
         """Totals of all instances together."""
         return sum((instance.totals for instance in self.instances), Totals())
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompts' tokens whose keys and values were found, of requests that were served."""
+        cached = sum(each.metrics.cached_tokens for each in self.served)
+        return cached / max(1, sum(each.metrics.prompt_tokens for each in self.served))
+
+    def goodput(self, ttft: float, tpot: float) -> list[Served]:
+        """Return the requests that completed within both SLOs.
+
+        Args:
+          ttft, tpot: SLOs, in seconds.
+
+        Source:
+          Mooncake, 2: only completed requests count.
+        """
+        return [each for each in self.served if each.ttft <= ttft and (each.tpot is None or each.tpot <= tpot)]
 
 
 def sum_stats(stats: list[EngineStats]) -> EngineStats | None:

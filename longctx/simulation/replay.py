@@ -10,7 +10,7 @@ from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.simulation.record import Record, Served
-from longctx.simulation.workloads import WorkloadRequest, check_followers
+from longctx.simulation.workloads import WorkloadRequest, check_arrivals
 
 if TYPE_CHECKING:
     from longctx.serving.engine.engine import Engine
@@ -33,7 +33,7 @@ def replay(
 
     Args:
       engine: no other caller may submit to it.
-      requests: in any order.
+      requests: in order of arrival; those that follow another one stand anywhere after it.
       clock: the engine's own.
       sleep: lets seconds pass on that clock while there is nothing to do.
       seed: of the tokens that are made up.
@@ -45,7 +45,7 @@ def replay(
       What came of it.
 
     Raises:
-      ValueError: a request follows one that is not in the workload.
+      ValueError: requests are in another order, or one follows a request that does not stand before it.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
@@ -60,7 +60,7 @@ def replay(
       >>> len(record.served), round(record.seconds, 2)  # two users, three requests each, of ten steps
       (6, 0.34)
     """
-    check_followers(requests)
+    check_arrivals(requests)
     record = Record() if record is None else record
     open_requests: dict[str, tuple[float, WorkloadRequest]] = {}
     vocab_size = engine.model.config.vocab_size

@@ -7,12 +7,11 @@ from typing import cast
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.conductor_run import ConductorRun, Priority
-from longctx.simulation.cluster.node import Node
+from longctx.simulation.cluster.core import Node
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.record import Record
-from longctx.simulation.run import Progress, Route, RoutedRun, Run
-from longctx.simulation.server import Server
+from longctx.simulation.run import Progress, Route, RoutedRun, Run, Server
 from longctx.simulation.workloads import WorkloadRequest, check_arrivals
 
 
@@ -69,7 +68,7 @@ class Simulation:
       >>> from longctx.cluster.conductor.config import ConductorConfig
       >>> from longctx.cluster.prefix_index.index import PrefixIndex
       >>> from longctx.parallel.topology import Topology
-      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.workloads import Lengths, make_conversations
       >>> instances = ClusterDeployment(model, Topology.preset("h100-rdma"), plan, prefill=4, decode=1).instances()
       >>> turns = make_conversations(40, Lengths(4, 4), Lengths(20_000, 40_000), Lengths(500, 500), Lengths(50, 50))
@@ -128,7 +127,7 @@ class Simulation:
           priority: of a request for a conductor, higher is more urgent; None: all have 0.
 
         Returns:
-          What came of it; behind a conductor a `ClusterRecord`.
+          What came of it; behind a conductor a `Record`.
 
         Raises:
           ValueError: a request can't be served, or comes before the one before it; none is begun then.

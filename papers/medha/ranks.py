@@ -19,7 +19,7 @@ SCALE = 2.0
 @functools.cache
 def load(inputs: Inputs, name: str, rate: float, scope: Literal["token", "batch"] = "token") -> Outcome:
     """A plan under load."""
-    plan, window = PLANS[name], QUICK / 2 if inputs.quick else WINDOW
+    plan, window = PLANS[name], QUICK if inputs.quick else WINDOW
     slo = Slo(tpot=TARGET, tpot_factor=1.0, step_seconds=TARGET, tpot_scope=scope)
     workload = requests(inputs, "long", rate, window, SCALE)
     return run("medha", "llama-3-70b", "h100-rdma", plan.num_devices, workload, window, plan, slo=slo)

@@ -19,7 +19,7 @@ WINDOW = 3600.0  # seconds (Medha, 5.2: "60-minute profiling window")
 RATES = (0.25, 0.75, 1.25, 1.75)  # requests a second, those of figures 15 to 18
 LONG = 100_000  # tokens of a prompt that counts as long
 CHUNK = 4096  # tokens, the largest of Medha's adaptive chunks
-QUICK = 8.0  # seconds of a window in tests
+QUICK = 4.0  # seconds of a window in tests
 
 # The mixes of the paper in the data folder, and the built-in ones that stand for them.
 _FILES = {

@@ -21,8 +21,9 @@ from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.parallel import Topology
 from longctx.serving import ParallelPlan
 from longctx.serving.predictor import CurvePredictor
-from longctx.simulation import Simulation
-from longctx.simulation.cluster import ClusterDeployment, ClusterRecord, ClusterSettings
+from longctx.simulation import Record, Simulation
+from longctx.simulation.cluster import ClusterSettings
+from longctx.simulation.deployment import ClusterDeployment
 from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest
@@ -81,7 +82,7 @@ class Outcome:
     seconds: float
 
     @classmethod
-    def of(cls, record: ClusterRecord, came: int) -> "Outcome":
+    def of(cls, record: Record, came: int) -> "Outcome":
         """Make it of the record of `came` requests."""
 
         def column(values: Iterable[object]) -> np.ndarray:
@@ -185,7 +186,6 @@ def serve(
     lost = None if give_up is None else _Lost(give_up, len(requests) // 10)
     simulation = Simulation(instances, Conductor(config, PrefixIndex()), settings)
     record = simulation.run(requests, seed, progress=lost, keep_steps=False)
-    assert isinstance(record, ClusterRecord)
     return Outcome.of(record, len(requests))
 
 
@@ -195,7 +195,7 @@ class _Lost:
     def __init__(self, ttft: float, allowed: int) -> None:
         self._ttft, self._left, self._seen = ttft, allowed, 0
 
-    def __call__(self, record: ClusterRecord) -> bool:
+    def __call__(self, record: Record) -> bool:
         if len(record.served) > self._seen:
             self._left -= sum(each.ttft > self._ttft for each in record.served[self._seen :])
             self._seen = len(record.served)

@@ -68,7 +68,9 @@ def table_2(inputs: Inputs) -> Figure:
     found = {rule: overloaded(inputs, rule) for rule in RULES}
     paper = overloaded(inputs, EARLY, settings=PAPER)
     by_instance = overloaded(inputs, EARLY, prefill_load="instance")
-    sweep = {each: {rule: overloaded(inputs, rule, *each) for rule in RULES} for each in SWEEP}
+    sweep = {
+        each: {rule: overloaded(inputs, rule, *each) for rule in RULES} for each in SWEEP[: 1 if inputs.quick else None]
+    }
     tight = {rule: swings(inputs, rule).outcome for rule in RULES}
     alike = {
         rule: serve(MACHINES, crowd(inputs), admission=rule, load_limit=THRESHOLD, settings=PAPER) for rule in RULES
@@ -100,7 +102,7 @@ def table_2(inputs: Inputs) -> Figure:
         Statement("table 2", f"{SHAPE} at {SPEED:g} x: rejected, early rejection, prefill's load being the greatest "
                   "TTFT of an instance (6.1)", 100 * RULES[EARLY][1] / REQUESTS, 100 * _rejected(by_instance), "%",
                   why),
-        *(_sweep(*each, sweep[each]) for each in SWEEP),
+        *(_sweep(*each, outcomes) for each, outcomes in sweep.items()),
         ordering("table 2", f"{MACHINES}, by the paper's protocol, at an equal limit of {THRESHOLD} before prefill and "
                  "decode: the baseline rejects more than early rejection, and this more than with prediction: "
                  + ", ".join(f"{share:.1%}" for share in equal.values()),

@@ -26,7 +26,7 @@ TRACE, SYNTHETIC = "mooncake/conversation_trace.jsonl", "mooncake/synthetic_trac
 PAPER_RATE = 23_000 * 7_955 / 3_600  # prompt tokens a second of the paper's real data, if it came in an hour
 TICK = 3.0  # seconds between the trace's timestamps: bursts that were none
 _BUILTIN = 12_031, 3_537.0  # requests and seconds of the built-in trace: those of the public one
-_QUICK = 48  # requests of quick figures
+_QUICK = 40  # requests of quick figures
 
 
 class Dataset(NamedTuple):

@@ -153,7 +153,7 @@ def naive_ring(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-d
     state = None
     for hop in range(n):
         arriving = lax.ppermute((k, v, kv_positions), "context", permutation) if hop < n - 1 else (k, v, kv_positions)
-        part = attention(q, k, v, q_positions, kv_positions, out_dtype=jnp.float32)
+        part = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, out_dtype=jnp.float32)
         state = part if state is None else merge_state(*state, *part)
         k, v, kv_positions = arriving
     return state

@@ -91,7 +91,7 @@ def test_every_product_of_a_quantised_model_is_one_fp8_call(sizes: tuple[int, in
 
 @pytest.mark.slow
 def test_a_step_of_one_row_multiplies_in_fp8() -> None:
-    """Alone, a row would have its weights converted to float32. (The head's product is a sum then.)"""
+    """Alone, a row would have its weights converted to float32, and the head's product is a sum."""
     check_products(compile_quantized(SMALL, (1, 1, 1), 1, 64, "all").as_text(), fp8=7 * LAYERS, others=0)
 
 

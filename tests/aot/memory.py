@@ -61,7 +61,7 @@ def test_8b_fits_or_is_refused_before_it_is_loaded(
 
 
 def compile_step(llama: LlamaConfig, config: EngineConfig, mesh: Mesh, pages: int, length: int) -> list[Any]:
-    """The programs of the largest steps, as `MeshModelRunner` compiles them."""
+    """The programs of the largest steps, as `ModelRunner` compiles them."""
     entries, dtype = -(-length // config.page_size), jnp.dtype(jnp.bfloat16)
     shapes = StepShapes(llama, config, ParallelPlan(), pages, entries, 2)
     sizes = config.max_running, entries, sum(shapes.largest)

@@ -45,7 +45,7 @@ class FakeEngine:
         self.released: list[str] = []
         self.num_reads = 0
         self._lock = threading.Lock()
-        self._leases: dict[str, tuple[Lease, np.ndarray]] = {}
+        self.leases: dict[str, tuple[Lease, np.ndarray]] = {}
         self._ready: dict[str, int] = {}
 
     def add(
@@ -61,7 +61,7 @@ class FakeEngine:
         lease = Lease(lease_id, keys, [*range(num_pages)], tail, length, self.layout)
         lease.check()
         with self._lock:
-            self._leases[lease.lease_id] = lease, raw.view(bits)
+            self.leases[lease.lease_id] = lease, raw.view(bits)
             self._ready[lease.lease_id] = num_pages if ready is None else ready
         return lease, raw.view(bits)
 
@@ -70,9 +70,9 @@ class FakeEngine:
 
     def open(self, lease_id: str) -> Lease:
         with self._lock:
-            if lease_id not in self._leases:
+            if lease_id not in self.leases:
                 raise LeaseGone(f"there is no lease {lease_id}")
-            return self._leases[lease_id][0]
+            return self.leases[lease_id][0]
 
     def num_ready(self, lease_id: str) -> int:
         self.open(lease_id)
@@ -81,7 +81,7 @@ class FakeEngine:
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> FakeRead:
         lease = self.open(lease_id)
         assert 0 <= first < stop <= self._ready[lease_id], "only complete pages may be read"
-        pages = self._leases[lease.lease_id][1]
+        pages = self.leases[lease.lease_id][1]
         self.num_reads += 1
         blocks = []
         for part in self.parts:
@@ -92,7 +92,7 @@ class FakeEngine:
     def release(self, lease_id: str) -> None:
         with self._lock:
             self.released.append(lease_id)
-            self._leases.pop(lease_id, None)
+            self.leases.pop(lease_id, None)
 
 
 class Taker:

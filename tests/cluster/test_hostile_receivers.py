@@ -58,28 +58,6 @@ def still_serves(sender: PageSender, engine: FakeEngine) -> None:
         assert Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT).finish() == 3
 
 
-def test_a_peer_whose_transfers_end_in_the_midst_of_a_look_at_them() -> None:
-    """It is found gone when the first one is sent a sign of life; the second one is late by then."""
-    engine = FakeEngine()
-    lease, _ = engine.add(3, ready=0)
-    with peer_of(engine) as (sender, peer):
-        peer.open(1, lease)
-        peer.open(2, lease)
-        wait_until(lambda: sender.num_streams == 2)
-
-        def tick() -> None:
-            peer.close()
-            time.sleep(0.3)  # its end gets here
-            first, second = sender._streams.values()
-            first.heard, second.heard = time.monotonic() + 100, 0.0
-            sender._tick()
-
-        sender.post(tick)
-        wait_until(lambda: sender.num_streams == 0)
-        assert sender.stats.outcomes["lost"] == 2
-        still_serves(sender, engine)
-
-
 def test_an_error_of_one_transfer_costs_that_transfer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

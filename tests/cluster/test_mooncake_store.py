@@ -52,11 +52,8 @@ def master() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def stores(master: str) -> Iterator[tuple[MooncakeStore, MooncakeStore]]:
-    one, other = open_store(master), open_store(master)
-    yield one, other
-    other.close()
-    one.close()
+def stores(master: str) -> tuple[MooncakeStore, MooncakeStore]:
+    return open_store(master), open_store(master)
 
 
 def test_values(stores: tuple[MooncakeStore, MooncakeStore]) -> None:

@@ -73,7 +73,7 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, size - 1), unique=True, max_size=3).map(sorted)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     have=st.builds(split, cuts(LAYOUT.num_layers), cuts(LAYOUT.num_kv_heads)),
     want=PARTS,
@@ -95,7 +95,7 @@ def test_any_slices_of_any_mesh(
         assert way.sent.bytes == taker.pages.nbytes, "only what was asked for is sent"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_other_dtypes(way_name: str, dtype: str) -> None:
     layout = LAYOUT._replace(dtype=dtype)
     with open_way(way_name, FakeEngine(layout), layout) as way:
@@ -197,12 +197,10 @@ def test_pages_of_another_prompt_are_refused(way_name: str) -> None:
     "layout",
     [
         LAYOUT._replace(page_size=8),
-        LAYOUT._replace(num_layers=6),
-        LAYOUT._replace(dtype="float16"),
         LAYOUT._replace(dtype="float8_e4m3fn"),
         LAYOUT._replace(num_kv_heads=8, head_dim=4),
     ],
-    ids=["page_size", "num_layers", "dtype", "float8", "same bytes"],
+    ids=["page_size", "float8", "same bytes"],
 )
 def test_another_layout_is_refused(way_name: str, layout: PageLayout, caplog: pytest.LogCaptureFixture) -> None:
     with open_way(way_name, layout=layout) as way:

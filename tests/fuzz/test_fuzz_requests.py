@@ -16,7 +16,7 @@ SAMPLING = {
 }
 REQUEST = {
     **{"prompt": list(range(20)), "request_id": "mine", "session_id": None, "tenant": "t"},
-    **{"cache_salt": "s", "ttft_deadline": 5.0, "tpot_target": 0.5, "priority": 1, "shares_pages": True},
+    **{"cache_salt": "s", "ttft_deadline": 5.0, "tpot_target": 0.5, "priority": 1},
 }
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -1,7 +1,8 @@
 """Drawn cases of `attention`, and their results by the float64 oracle."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,28 @@ class Case(NamedTuple):
 
     arrays: dict[str, np.ndarray]
     masks: dict[str, np.ndarray]
-    causal: bool
+    rule: str  # of RULES
     d_out: np.ndarray
     d_lse: np.ndarray
 
 
-# (batch, T, S, K, G, H): each compiles once, and everything else about a case is data. Lengths that divide nothing,
-# shorter than a block, just over one, several.
+# Static arguments, of which each compiles.
+RULES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all": {"causal": False},
+    "window": {"window": (40, 0)},
+    "both sides": {"window": (9, 130), "causal": False},
+    "soft cap": {"logits_soft_cap": 1.5, "window": 300},
+}
+
+# (batch, T, S, K, G, H, and the head size of values where it differs): each compiles once, and everything else about a
+# case is data. Lengths that divide nothing, shorter than a block, just over one, several.
 SHAPES = [
     ((), 1, 1, 1, 1, 1),
-    ((), 1, 3000, 2, 4, 8),
+    ((), 1, 3000, 2, 4, 8, 3),
     ((2,), 7, 300, 3, 1, 24),
     ((), 700, 700, 1, 8, 8),
-    ((2, 1), 257, 1100, 2, 4, 8),
+    ((2, 1), 257, 1100, 2, 4, 8, 12),
     ((), 1100, 257, 1, 2, 16),
 ]
 ANY_SHAPE = st.tuples(
@@ -44,24 +54,23 @@ ANY_SHAPE = st.tuples(
 
 
 @st.composite
-def cases(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[tuple[int, ...], int, int, int, int, int]]) -> Case:
+def cases(draw: st.DrawFn, shapes: st.SearchStrategy[Any], rules: Sequence[str] = tuple(RULES)) -> Case:
     """Drawn shapes with any layout of tokens."""
-    batch, q_length, kv_length, kv_heads, group, head_size = draw(shapes)
+    batch, q_length, kv_length, kv_heads, group, head_size, *of_values = draw(shapes)
+    value_size = of_values[0] if of_values else head_size
     layout = draw(st.sampled_from(["suffix", "zigzag", "striped", "packed", "shuffled", "before"]))
     padding = draw(st.sampled_from(["none", "some", "all"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    shape_q, shape_kv = (
-        (*batch, q_length, kv_heads * group, head_size),
-        (*batch, kv_length, kv_heads, head_size),
-    )
-    arrays = {name: rng.standard_normal(s) for name, s in (("q", shape_q), ("k", shape_kv), ("v", shape_kv))}
+    rows, keys = (*batch, q_length, kv_heads * group), (*batch, kv_length, kv_heads)
+    shapes_of = {"q": (*rows, head_size), "k": (*keys, head_size), "v": (*keys, value_size)}
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes_of.items()}
     return Case(
         arrays=arrays,
         masks=_masks(rng, layout, padding, batch, q_length, kv_length),
-        causal=draw(st.booleans()),
-        d_out=rng.standard_normal(shape_q),
-        d_lse=rng.standard_normal(shape_q[:-1]),
+        rule=draw(st.sampled_from(sorted(rules))),
+        d_out=rng.standard_normal((*rows, value_size)),
+        d_lse=rng.standard_normal(rows),
     )
 
 
@@ -108,23 +117,23 @@ def _pack(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _values(
-    arrays: dict[str, jax.Array], masks: dict[str, jax.Array], causal: bool, implementation: str, out_dtype: object
+    arrays: dict[str, jax.Array], masks: dict[str, jax.Array], rule: str, implementation: str, out_dtype: object
 ) -> dict[str, jax.Array]:
-    out, lse = attention(**arrays, **masks, causal=causal, implementation=implementation, out_dtype=out_dtype)
+    out, lse = attention(**arrays, **masks, **RULES[rule], implementation=implementation, out_dtype=out_dtype)
     return {"out": out, "lse": lse}
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "implementation"))
+@functools.partial(jax.jit, static_argnames=("rule", "implementation"))
 def _values_and_gradients(
     arrays: dict[str, jax.Array],
     masks: dict[str, jax.Array],
     d_out: jax.Array,
     d_lse: jax.Array,
-    causal: bool,
+    rule: str,
     implementation: str,
 ) -> dict[str, jax.Array]:
     def weighted(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        results = _values(arrays, masks, causal, implementation, d_out.dtype)
+        results = _values(arrays, masks, rule, implementation, d_out.dtype)
         seen = jnp.where(results["lse"] == -jnp.inf, 0, results["lse"])  # an empty row's -inf would swallow the sum
         return jnp.sum(results["out"] * d_out) + jnp.sum(seen * d_lse), results
 
@@ -142,9 +151,9 @@ def run(case: Case, dtype: object, implementation: str, gradients: bool = True) 
     masks = {name: jnp.asarray(x, jnp.int32) for name, x in case.masks.items()}
     if gradients:
         d_out, d_lse = (jnp.asarray(x, wide) for x in (case.d_out, case.d_lse))
-        results = _values_and_gradients(arrays, masks, d_out, d_lse, case.causal, implementation)
+        results = _values_and_gradients(arrays, masks, d_out, d_lse, case.rule, implementation)
     else:
-        results = _values(arrays, masks, case.causal, implementation, wide)
+        results = _values(arrays, masks, case.rule, implementation, wide)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 

@@ -1,6 +1,7 @@
 """The tests of every implementation of `attention`. A subclass says what it supports and where it runs."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import ANY_SHAPE, SHAPES, Case, cases, error, oracle, run
+from attention_cases import ANY_SHAPE, RULES, SHAPES, Case, cases, error, oracle, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ class AttentionTestBase:
     shapes: Any = SHAPES
     half_shapes: Any = SHAPES[-2:]
     any_shape: Any = ANY_SHAPE
+    rules: Sequence[str] = tuple(RULES)
     examples, half_examples, slow_examples = 30, 12, 150
     supports_float32 = True
     supports_float64 = True
@@ -43,13 +45,15 @@ class AttentionTestBase:
         shapes, half_shapes = st.sampled_from(cls.shapes), st.sampled_from(cls.half_shapes)
         few, some, many = (settings(max_examples=n) for n in (cls.half_examples, cls.examples, cls.slow_examples))
         if cls.supports_float32:
-            cls.test_float32_agrees_with_oracle = some(given(cases(shapes))(float32))
+            cls.test_float32_agrees_with_oracle = some(given(cases(shapes, cls.rules))(float32))
             cls.test_float32_agrees_with_oracle_for_any_shape = pytest.mark.slow(
-                many(given(cases(cls.any_shape))(float32))
+                many(given(cases(cls.any_shape, cls.rules))(float32))
             )
         else:
-            cls.test_half_precision_for_any_shape = pytest.mark.slow(many(given(cases(cls.any_shape), dtype)(half)))
-        cls.test_half_precision_is_as_good_as_dense = few(given(cases(half_shapes), dtype)(half))
+            cls.test_half_precision_for_any_shape = pytest.mark.slow(
+                many(given(cases(cls.any_shape, cls.rules), dtype)(half))
+            )
+        cls.test_half_precision_is_as_good_as_dense = few(given(cases(half_shapes, cls.rules), dtype)(half))
 
     def check_float32(self, case: Case) -> None:
         want = oracle(case)
@@ -155,7 +159,9 @@ class AttentionTestBase:
             return attention(q, k, v, causal=causal, plan=plan)
 
         def unplanned(q: Any, k: Any, v: Any) -> Any:
-            return attention(q, k, v, *masks, causal=causal, implementation=self.implementation)
+            return attention(
+                q, k, v, **dict(zip(names, masks, strict=True)), causal=causal, implementation=self.implementation
+            )
 
         with self.where():
             for got, want in zip(planned(q, k, v), unplanned(q, k, v), strict=True):

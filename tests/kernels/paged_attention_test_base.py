@@ -1,6 +1,7 @@
 """The tests of every implementation of `paged_attention`. A subclass says what it supports and where it runs."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import SHAPES, Case, cases, error, oracle, run
+from paged_cases import RULES, SHAPES, Case, cases, error, oracle, run
 
 from longctx.kernels import merge_states, paged_attention, plan_paged_attention
 
@@ -18,6 +19,7 @@ class PagedAttentionTestBase:
     implementation: str
     shapes: Any = SHAPES
     half_shapes: Any = SHAPES[3:]
+    rules: Sequence[str] = tuple(RULES)
     examples, half_examples, merge_examples = 20, 8, 10
     supports_float32 = True
     supports_float64 = True
@@ -48,15 +50,16 @@ class PagedAttentionTestBase:
 
         few = settings(max_examples=cls.half_examples)
         dtype = st.sampled_from(["bfloat16", "float16"])
-        cls.test_half_precision_is_as_good_as_dense = few(given(cases(cls.half_shapes), dtype, st.booleans())(half))
+        half_cases = cases(cls.half_shapes, cls.rules)
+        cls.test_half_precision_is_as_good_as_dense = few(given(half_cases, dtype, st.booleans())(half))
         if cls.merge_examples:
-            merge_cases = given(cases(cls.shapes[:1]), st.integers(1, 4), st.integers(0, 2**32 - 1))
+            merge_cases = given(cases(cls.shapes[:1], cls.rules), st.integers(1, 4), st.integers(0, 2**32 - 1))
             cls.test_ranks_with_some_of_the_pages_merge = settings(max_examples=cls.merge_examples)(merge_cases(merge))
         if cls.supports_float32:
             some = settings(max_examples=cls.examples)
-            cls.test_float32_agrees_with_oracle = some(given(cases(cls.shapes))(float32))
+            cls.test_float32_agrees_with_oracle = some(given(cases(cls.shapes, cls.rules))(float32))
         if cls.supports_float64:
-            cls.test_float64_is_honoured = settings(max_examples=5)(given(cases(cls.half_shapes))(float64))
+            cls.test_float64_is_honoured = settings(max_examples=5)(given(cases(cls.half_shapes, cls.rules))(float64))
 
     def check_half(self, case: Case, dtype: Any, bits: bool) -> None:
         """Within 2.5x the error of the dense computation on the same rounded inputs, plus 2e-3; kept as bits or not."""
@@ -113,7 +116,11 @@ class PagedAttentionTestBase:
         arguments = q, k_pages, v_pages, *metadata
         with self.where():
             plan = plan_paged_attention(
-                heads, k_pages, *metadata, self.implementation, max_rows_per_sequence=max_rows_per_sequence
+                heads,
+                k_pages,
+                *metadata,
+                implementation=self.implementation,
+                max_rows_per_sequence=max_rows_per_sequence,
             )
             out, lse = paged_attention(*arguments, plan=plan)
         want_out, want_lse = paged_attention(*arguments, implementation="reference")

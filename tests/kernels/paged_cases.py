@@ -1,5 +1,6 @@
 """Drawn ragged batches for `paged_attention`, and their results by the float64 oracle."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,10 +40,19 @@ class Case(NamedTuple):
     k_pages: np.ndarray
     v_pages: np.ndarray
     metadata: dict[str, Any]
+    rule: str = "causal"  # of RULES
+
+
+# Static arguments, of which each compiles.
+RULES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 21},
+    "soft cap": {"window": (70, 3), "logits_soft_cap": 1.5},
+}
 
 
 @st.composite
-def cases(draw: st.DrawFn, shapes: list[Shape] = SHAPES) -> Case:
+def cases(draw: st.DrawFn, shapes: Sequence[Shape] = SHAPES, rules: Sequence[str] = ("causal",)) -> Case:
     """Chunks and decodes of several sequences, padding, shuffled rows, shared pages; NaN where nothing is written."""
     shape = draw(st.sampled_from(shapes))
     rows = draw(st.sampled_from(["chunks", "decodes", "mixed", "shuffled"]))
@@ -64,7 +74,8 @@ def cases(draw: st.DrawFn, shapes: list[Shape] = SHAPES) -> Case:
     if rows == "shuffled":
         order = rng.permutation(shape.rows)
         q_sequence, q_positions = q_sequence[order], q_positions[order]
-    return make_case(shape, rng, kv_lengths, q_sequence, q_positions)
+    case = make_case(shape, rng, kv_lengths, q_sequence, q_positions)
+    return case._replace(rule=draw(st.sampled_from(rules)))
 
 
 def make_case(
@@ -99,7 +110,7 @@ def make_case(
     return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), k_pages, v_pages, metadata)
 
 
-compiled = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype"))
+compiled = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype", "window", "logits_soft_cap"))
 
 
 def run(
@@ -111,7 +122,13 @@ def run(
         k_pages, v_pages = to_bits(k_pages), to_bits(v_pages)
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     out, lse = (compiled if jit else paged_attention)(
-        q, k_pages, v_pages, **metadata, implementation=implementation, out_dtype=jnp.promote_types(dtype, jnp.float32)
+        q,
+        k_pages,
+        v_pages,
+        **metadata,
+        **RULES[case.rule],
+        implementation=implementation,
+        out_dtype=jnp.promote_types(dtype, jnp.float32),
     )
     return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
@@ -131,6 +148,7 @@ def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple
         kv_positions=np.broadcast_to(np.arange(keys.shape[1]), keys.shape[:2]),
         q_segment_ids=np.where(case.metadata["q_sequence"] == sequences, sequences, -1),
         kv_segment_ids=segments,
+        **RULES[case.rule],
         implementation=implementation,
     )
     out, lse = merge_states(out, lse)  # all but one entry of the batch are empty for a row

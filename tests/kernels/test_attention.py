@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from longctx.kernels import attention
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter
 
 
@@ -44,6 +45,7 @@ class TestMosaicGpu(AttentionTestBase):
         st.integers(1, 4),
         st.sampled_from([64, 128, 256]),
     )
+    rules = ("causal", "all", "window", "both sides")
     half_examples, slow_examples = 1, 60
     supports_float32 = False
     supports_float64 = False
@@ -87,14 +89,14 @@ class TestMosaicGpu(AttentionTestBase):
         queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (jnp.arange(100, 105)[None], jnp.arange(140)[None]))
         operands = Operands(q, kv, kv, queries, keys)
         with self.where():
-            got = Kernel("mosaic_gpu", True, 0.125).forward(operands, (out, lse))
-        self.compare(got, Kernel("xla", True, 0.125).forward(operands, (out, lse)))
+            got = Kernel("mosaic_gpu", AttentionRule(True, 0.125)).forward(operands, (out, lse))
+        self.compare(got, Kernel("xla", AttentionRule(True, 0.125)).forward(operands, (out, lse)))
 
     @pytest.mark.parametrize(("length", "reserved", "num_workers"), [(5, 9, 1), (1100, 2, 5)])
     def test_beside_hops_multiprocessors_are_left_free(self, length: int, reserved: int, num_workers: int) -> None:
         """One worker on each of the others, where tiles are divided and where they are whole; at least one."""
         queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (jnp.arange(length)[None], jnp.arange(2000)[None]))
-        kernel = Kernel("mosaic_gpu", True, 0.125, reserved_multiprocessors=reserved)
+        kernel = Kernel("mosaic_gpu", AttentionRule(True, 0.125), reserved_multiprocessors=reserved)
         with adapter.interpreted(num_multiprocessors=7):
             plan = jax.eval_shape(lambda *x: kernel.plan((1, length, 2, 64), (1, 2000, 2, 64), *x), queries, keys)
         assert len(plan.work.workers) == num_workers
@@ -111,12 +113,12 @@ class TestMosaicGpu(AttentionTestBase):
         queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (positions[:, -q_length:], positions))
         operands = Operands(q, k, k, queries, keys)
         with adapter.interpreted(num_multiprocessors=5):
-            got = Kernel("mosaic_gpu", True, 0.125, reserved_multiprocessors=2).forward(operands, state)
+            got = Kernel("mosaic_gpu", AttentionRule(True, 0.125), reserved_multiprocessors=2).forward(operands, state)
         with adapter.interpreted(num_multiprocessors=3):
-            smaller = Kernel("mosaic_gpu", True, 0.125).forward(operands, state)
+            smaller = Kernel("mosaic_gpu", AttentionRule(True, 0.125)).forward(operands, state)
         for x, y in zip(got, smaller, strict=True):
             np.testing.assert_array_equal(x, y)
-        self.compare(got, Kernel("xla", True, 0.125).forward(operands, state))
+        self.compare(got, Kernel("xla", AttentionRule(True, 0.125)).forward(operands, state))
 
     @property
     def rng(self) -> np.random.Generator:

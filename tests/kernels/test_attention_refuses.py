@@ -83,7 +83,7 @@ PLAN = plan_attention(Q, K, implementation="xla")
         (
             {"causal": False},
             ValueError,
-            r"plan must be for q and k of .*, causal=False .*, got one for .*, causal=True",
+            r"plan must be for q and k of .*, causal=False, .*, got one for .*, causal=True",
         ),
         ({"implementation": "reference"}, ValueError, "the implementation reference, got one for .* and xla"),
         (

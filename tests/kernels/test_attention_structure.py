@@ -38,7 +38,9 @@ def test_memory_is_linear_at_a_million_tokens() -> None:
     """Eight query heads a KV head make 8,192 x 4,096 pairs of blocks, which must not be compared all at once."""
 
     def forward(q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(q, k, k, positions, positions, positions, positions)
+        return attention(
+            q, k, k, **dict.fromkeys(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"), positions)
+        )
 
     def temp_bytes(length: int) -> int:
         q, k = (jax.ShapeDtypeStruct((length, heads, 4), jnp.float32) for heads in (8, 1))
@@ -80,7 +82,7 @@ def test_no_tile_has_both_parts_of_a_zigzag_shard(half: int) -> None:
     positions = jnp.append(jnp.arange(half), 3 * half + jnp.arange(half))
     q = jnp.ones((2 * half, 1, 8))
     v = q.at[half:].set(jnp.nan)
-    out, _ = attention(q, q, v, positions, positions, implementation="xla")
+    out, _ = attention(q, q, v, q_positions=positions, kv_positions=positions, implementation="xla")
     np.testing.assert_allclose(out[:half], 1, rtol=1e-6)
 
 

@@ -11,6 +11,7 @@ from jax import Array
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 from longctx.kernels.attention.reference import reference_attention, reference_backward
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter
 
 DOCUMENTS = np.r_[[0] * 30, [1] * 50, [-1] * 30]
@@ -26,6 +27,7 @@ FAST: dict[str, dict[str, Any]] = {
         "q_segments": DOCUMENTS,
         "kv_segments": DOCUMENTS,
     },
+    "window": {"window": (20, 0)},
 }
 SLOW: dict[str, dict[str, Any]] = {
     "rows that see nothing": {"q_positions": np.arange(100) - 30},
@@ -39,6 +41,7 @@ SLOW: dict[str, dict[str, Any]] = {
         "q_segments": np.r_[DOCUMENTS, [2] * 30, [3] * 50, [-1] * 30],
         "kv_segments": np.r_[DOCUMENTS, [2] * 30, [3] * 50, [-1] * 30],
     },
+    "window of both sides": {"length": 150, "kv_length": 230, "causal": False, "window": (20, 90)},
     "not causal, ragged": {"length": 129, "kv_length": 67, "causal": False},
     "zigzag": {
         "length": 128,
@@ -79,6 +82,7 @@ def check(
     q_segments: np.ndarray | None = None,
     kv_segments: np.ndarray | None = None,
     causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
     scale: float = 0.125,
     dtype: Any = jnp.bfloat16,
     together: bool = False,
@@ -94,13 +98,14 @@ def check(
     kv = draw(2, kv_batch, kv_length, kv_heads, head_size)
     queries, keys = tokens(length, q_positions, q_segments), tokens(kv_length, kv_positions, kv_segments)
     wide_q, wide_kv, d_out = (x.astype(jnp.float32) for x in (q, kv, d_out))
-    out, lse = reference_attention(wide_q, *wide_kv, queries, keys, causal, scale)
+    rule = AttentionRule(causal, scale, window)
+    out, lse = reference_attention(wide_q, *wide_kv, queries, keys, rule)
     d_lse = jnp.asarray(numbers.standard_normal(lse.shape), jnp.float32)
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
 
     kv, wide_kv = (x[:, :, : kv_length - others] for x in (kv, wide_kv))
     keys = Tokens(*(x[:, : kv_length - others] for x in keys))
-    rest = (queries, keys, causal, scale, lse, row_terms, d_out)
+    rest = (queries, keys, rule, lse, row_terms, d_out)
     want = [np.asarray(x) for x in reference_backward(wide_q, *wide_kv, *rest)]
     with adapter.interpreted(detect_races=True):
         got = mosaic_gpu_backward(q, *((kv, kv) if together else kv), *rest)
@@ -140,7 +145,7 @@ def test_results_are_float32_under_tracing() -> None:
     sides = tokens(33, None, None), tokens(50, None, None)
 
     def run(q: Array, kv: Array) -> tuple[Array, Array, Array]:
-        return mosaic_gpu_backward(q, kv, kv, *sides, True, -1.0, rows, rows, q.astype(jnp.float32))
+        return mosaic_gpu_backward(q, kv, kv, *sides, AttentionRule(True, -1.0), rows, rows, q.astype(jnp.float32))
 
     shapes = [(x.shape, x.dtype) for x in jax.eval_shape(run, q, kv)]
     assert shapes == [(x, jnp.float32) for x in (q.shape, kv.shape[1:], kv.shape[1:])]

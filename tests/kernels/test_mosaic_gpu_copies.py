@@ -18,6 +18,7 @@ from tma_copy import tile_of, tma_copy
 
 from longctx.kernels.attention import mosaic_gpu as contiguous
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter, keys
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.work import Tile, Tiles
@@ -193,7 +194,9 @@ def test_queries_of_rows_over_pages_arrive(group: int, q_sequence: np.ndarray) -
     operands = check_paged_operands(q, pages, pages, table, None, lengths, positions, q_sequence.astype(np.int32), 0)
     operands = jax.tree.map(jnp.asarray, operands)
     plan = plan_paged(operands)
-    rows, _, _, work, config, _ = arguments_of_kernel(paged, paged.mosaic_gpu_paged_attention, operands, 1.0, plan)
+    rows, _, _, work, config, _ = arguments_of_kernel(
+        paged, paged.mosaic_gpu_paged_attention, operands, AttentionRule(True, 1.0), plan
+    )
     rows = np.asarray(adapter.pad_for_tma(rows, 1, config.tile_config.block_q), np.float32)
     tiles = np.asarray(work.tiles)
     arrived = np.zeros((len(tiles), config.tile_config.block_q, KV_HEADS, HEAD_SIZE))
@@ -223,9 +226,9 @@ def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: 
         Tokens(jnp.broadcast_to(jnp.arange(n), (2, n)) + past, jnp.zeros((2, n), jnp.int32))
         for n, past in ((length, kv_length // 2), (kv_length, 0))
     ]
-    plan = contiguous.plan_mosaic_gpu(q.shape, k.shape, *tokens, True)
+    plan = contiguous.plan_mosaic_gpu(q.shape, k.shape, *tokens, AttentionRule(True, 1.0))
     q, operands, _, work, config, _ = arguments_of_kernel(
-        contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, True, 1.0, plan
+        contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, AttentionRule(True, 1.0), plan
     )
     block_q, block_kv = config.tile_config.block_q, config.tile_config.block_kv
     q = np.asarray(adapter.pad_for_tma(q, 1, block_q), np.float32)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case, cases
+from attention_cases import RULES, Case, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import Case as PagedCase
@@ -12,6 +12,7 @@ from paged_cases import cases as paged_cases
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import make_tiles
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
 from longctx.kernels.mosaic_gpu.work import Tile, Tiles, Work, equal_shares, whole_items
@@ -103,16 +104,24 @@ def seen_by(case: Case) -> np.ndarray:
         np.atleast_2d(case.masks[name]) for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
     )
     seen = (q_seg[:, :, None] == kv_seg[:, None]) & (kv_seg[:, None] >= 0)
-    return seen & (kv_pos[:, None] <= q_pos[:, :, None]) if case.causal else seen
+    distance = q_pos[:, :, None] - kv_pos[:, None]
+    rule = rule_of(case)
+    before, after = (10**6 if side is None else side for side in (rule.window[0], 0 if rule.causal else rule.window[1]))
+    return seen & (distance <= before) & (-distance <= after)
 
 
-@given(cases(st.just(((), 300, 700, 1, 1, 64))))
-@settings(max_examples=8)
+def rule_of(case: Case) -> AttentionRule:
+    rule = RULES[case.rule]
+    return AttentionRule(rule.get("causal", True), 1.0, rule.get("window", (None, None)))
+
+
+@given(cases(st.just(((), 300, 700, 1, 1, 64)), ("causal", "all", "window", "both sides")))
+@settings(max_examples=16)
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
     config = TileConfig.choose(64, 300)
-    tiles, rows, tokens = make_tiles(1, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, config)
+    tiles, rows, tokens = make_tiles(1, rule_of(case).visible(Tokens(*masks[:2])), Tokens(*masks[2:]), config)
     seen = seen_by(case)[0]
     assert len(tiles.start) == 3
     for tile in range(3):
@@ -126,8 +135,8 @@ def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
             assert whole or not full_start <= block < full_stop
             # What the kernel's mask compares.
             positions, segments = (np.asarray(x[0, keys]) for x in tokens)
-            last, segment = (np.asarray(x[tile, : own.stop - own.start]) for x in rows)
-            mask = (positions <= last[:, None]) & (segments == segment[:, None])
+            last, segment, *first = (np.asarray(x[tile, : own.stop - own.start])[:, None] for x in rows)
+            mask = (positions <= last) & (segments == segment) & (positions >= (first[0] if first else -(2**31)))
             np.testing.assert_array_equal(mask[:, : part.shape[1]], part)
             assert not mask[:, part.shape[1] :].any()
 
@@ -152,10 +161,10 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
     operands = check_paged_operands(*arrays, **metadata)
     group = case.q.shape[1] // case.k_pages.shape[2]
     with interpreted():
-        plan = plan_mosaic_gpu(operands, max_rows_per_sequence)
-        beside_hops = plan_mosaic_gpu(operands, max_rows_per_sequence, reserved_multiprocessors=1)
+        plan = plan_mosaic_gpu(operands, None, max_rows_per_sequence)
+        beside_hops = plan_mosaic_gpu(operands, None, max_rows_per_sequence, reserved_multiprocessors=1)
     assert (len(plan.work.workers), len(beside_hops.work.workers)) == (2, 1)
-    table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.last))
+    table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.seen[0]))
     config = TileConfig.choose(64, last.shape[1])
     tokens, heads = np.asarray(plan.token), np.asarray(plan.head)
     assert len(tokens) == max_rows(len(case.q), group, len(case.metadata["kv_lengths"]))

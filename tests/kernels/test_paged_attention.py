@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_attention_test_base import PagedAttentionTestBase
-from paged_cases import SHAPES, Case, Shape, cases, dense, error, make_case, run
+from paged_cases import RULES, SHAPES, Case, Shape, cases, dense, error, make_case, run
 
 from longctx.kernels import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.bits import to_bits
 from longctx.kernels.mosaic_gpu import adapter
 
 
-@given(cases(SHAPES[:1]))
+@given(cases(SHAPES[:1], tuple(RULES)))
 @settings(max_examples=10)
 def test_reference_is_attention_to_contiguous_keys(case: Case) -> None:
     with jax.enable_x64(True):
@@ -41,6 +41,7 @@ MOSAIC_GPU_SHAPES = (
 class TestMosaicGpu(PagedAttentionTestBase):
     """In the interpreter, which takes seconds for a thread block."""
 
+    rules = ("causal", "window")
     implementation = "mosaic_gpu"
     half_shapes = (MOSAIC_GPU_SHAPES[0]._replace(rows=20, heads=1),)
     half_examples, merge_examples = 1, 0  # parts are merged below

@@ -52,7 +52,7 @@ def _partition(entries: int, padding: int, index_given: bool) -> list[tuple[int,
     lists_by_size = jax.jit(lambda *x: partition_rows(PagedOperands(*x), sizes))(*operands)
     return [
         (size, [[int(x[n]) for x in lists] for n in range(num)])
-        for size, (num, *lists) in zip(sizes, lists_by_size, strict=True)
+        for size, (num, *lists) in zip(sizes, (tiles[:6] for tiles in lists_by_size), strict=True)
     ]
 
 

@@ -185,7 +185,8 @@ def values_and_gradients(
     implementation: str, causal: bool, q: Any, k: Any, v: Any, d_out: Any, q_positions: Any, kv_positions: Any
 ) -> Any:
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, q_positions, kv_positions, causal=causal, implementation=implementation)[0]
+        masks = {"q_positions": q_positions, "kv_positions": kv_positions}
+        return attention(q, k, v, **masks, causal=causal, implementation=implementation)[0]
 
     out, vjp = jax.vjp(forward, q, k, v)
     return out, vjp(d_out.astype(out.dtype))

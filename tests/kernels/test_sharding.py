@@ -267,7 +267,7 @@ def test_pages_of_sharded_heads(kind: AxisType) -> None:
     assert all(found.is_equivalent_to(NamedSharding(mesh, heads), ndim) for found, ndim in shardings)
     want, _ = of_one_device(
         lambda q, k, v: attention(
-            q, k, v, np.array([29, 8, 28]), np.arange(30), implementation="reference"
+            q, k, v, q_positions=np.array([29, 8, 28]), kv_positions=np.arange(30), implementation="reference"
         ), [q, k, v])  # fmt: skip
     compare(compiled(*xs)[0], want)
 

@@ -19,10 +19,20 @@ KEYS = np.arange(40) // 3, np.arange(40) % 3 - 1
 STARTS = st.sampled_from([0, 2**31 - 20, 2**32, -(2**40), 2**62])
 
 
+NAMES = "q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"
+
+
 def attend(implementation: str, with_plan: bool, masks: Any) -> Any:
     def loss(q: Any, k: Any, v: Any) -> Any:
         plan = plan_attention(q, k, *masks, implementation=implementation) if with_plan else None
-        out, lse = attention(q, k, v, *(() if with_plan else masks), implementation=implementation, plan=plan)
+        out, lse = attention(
+            q,
+            k,
+            v,
+            **({} if with_plan else dict(zip(NAMES, masks, strict=True))),
+            implementation=implementation,
+            plan=plan,
+        )
         return jnp.sum(jnp.sin(out)), (out, lse)
 
     return jax.grad(loss, (0, 1, 2), has_aux=True)(Q, K, V)
@@ -50,7 +60,7 @@ def test_masks_are_those_of_the_whole_numbers(
 
 def test_what_the_types_can_not_hold_is_refused() -> None:
     def call(masks: Any) -> Any:
-        return attention(Q, K, V, *masks)
+        return attention(Q, K, V, q_positions=masks[0], kv_positions=masks[1])
 
     for wide, x64 in ((jnp.uint32, False), (jnp.uint64, True)):
         with (

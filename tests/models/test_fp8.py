@@ -167,7 +167,7 @@ def quantized_checkpoint(case: Case, directory: Path, modules: str) -> tuple[Lla
 def test_logits_and_greedy_tokens_equal_transformers_with_compressed_tensors(
     case: Case, modules: str, tmp_path: Path
 ) -> None:
-    """transformers computes the same from the same files, in float32, and our error is small beside the format's."""
+    """Hugging Face computes the same from the same files, in float32, and our error is small beside the format's."""
     model, params, plain, before = quantized_checkpoint(case, tmp_path, modules)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     prompt = np.random.default_rng(0).integers(case.vocab_size, size=(2, 32))

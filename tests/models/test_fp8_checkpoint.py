@@ -110,8 +110,10 @@ REST = [
 def test_a_mesh_loads_what_shard_params_makes(
     modules: str, sizes: tuple[int, int, int], dtype: Any, tmp_path: Path
 ) -> None:
-    """Stages whose layers differ in kind have one structure: under `"ffn"` the first layer of stage 0 isn't quantised,
-    and that of stage 1 is."""
+    """Stages whose layers differ in kind have one structure.
+
+    Under `"ffn"` the first layer of stage 0 isn't quantised, and that of stage 1 is.
+    """
     model, params = make(modules, dtype=dtype)
     save_checkpoint(tmp_path, model, params)
     mesh = make_mesh(*sizes)

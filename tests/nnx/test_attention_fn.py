@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.mask import Tokens, visible
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.nnx import attention_fn
 from longctx.nnx.attention_fn import tokens_of_mask
 from longctx.parallel import make_mesh
@@ -108,15 +109,15 @@ def test_masks_are_honoured_exactly_where_tokens_can_say_them(data: st.DataObjec
     integers = lambda count: st.lists(st.integers(-1, 3), min_size=count, max_size=count)  # noqa: E731
     own = Tokens(*(np.array([data.draw(integers(queries))]) for _ in range(2)))  # type: ignore[arg-type]
     others = Tokens(np.arange(keys)[None], np.array([data.draw(integers(keys))]))  # type: ignore[arg-type]
-    made = np.asarray(visible(own, others, causal=True))
+    rule = AttentionRule(causal=True, scale=1.0)
+    made = np.asarray(visible(rule.visible(own), others))
     # One run of keys for each segment, as in packed sequences: else the first key doesn't tell segments apart.
     is_made = data.draw(st.booleans())
     mask = made if is_made else np.array(data.draw(st.lists(st.booleans(), min_size=made.size, max_size=made.size)))
     mask = mask.reshape(1, 1, queries, keys)
     tokens = tokens_of_mask(mask)
-    again = visible(
-        Tokens(tokens.q_positions, tokens.q_segment_ids), Tokens(tokens.kv_positions, tokens.kv_segment_ids), True
-    )
+    queries_of_mask = Tokens(tokens.q_positions, tokens.q_segment_ids)
+    again = visible(rule.visible(queries_of_mask), Tokens(tokens.kv_positions, tokens.kv_segment_ids))
     assert bool(tokens.is_exact) == np.array_equal(again, mask[:, 0])
     assert tokens.is_exact or not is_made
 

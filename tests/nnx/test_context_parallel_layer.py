@@ -56,7 +56,17 @@ def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, c
         for weight, bias, norm in ((layer.wq, layer.bq, layer.q_norm), (layer.wk, layer.bk, layer.k_norm))
     )
     v = projected(layer.wv, layer.bv)
-    out, _ = attention(q, k, v, positions, positions, segments, segments, causal=causal, implementation="reference")
+    out, _ = attention(
+        q,
+        k,
+        v,
+        q_positions=positions,
+        kv_positions=positions,
+        q_segment_ids=segments,
+        kv_segment_ids=segments,
+        causal=causal,
+        implementation="reference",
+    )
     return jnp.einsum("btnh,nhd->btd", out, layer.wo[...], precision="highest")
 
 

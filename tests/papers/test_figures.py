@@ -61,8 +61,8 @@ def test_every_figure_is_computed(figure: Registered, tmp_path: Path) -> None:
     assert (result.title, result.statements) == (computed.title, computed.statements)
 
 
-@pytest.mark.parametrize("name", ["mnemosyne_figure_8", "medha_figure_4", "meta_figure_10", "mooncake_figure_6"])
-def test_a_figure_is_the_same_when_it_is_computed_again(name: str, tmp_path: Path) -> None:
+def test_a_figure_is_the_same_when_it_is_computed_again(tmp_path: Path) -> None:
+    name = "medha_figure_4"
     [figure] = registered([name])
     for folder in "ab":
         forget()

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.parallel import H100_RDMA, context_parallel_attention, make_mesh, shard_sequence
+from longctx.parallel import H100_RDMA, context_parallel_attention, layout_hops, make_mesh, shard_sequence
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
 from longctx.parallel.topology import hardware_of
 
@@ -27,7 +27,8 @@ def arrays(heads: int, kv_heads: int, new: int, cached: int, batch: tuple[int, .
 
 def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: object) -> None:
     """Values and gradients, under jit."""
-    masks = {name: x for name, x in arguments.items() if name.endswith(("positions", "ids"))}
+    names = "positions", "ids", "window", "soft_cap", "sinks", "causal"
+    masks = {name: x for name, x in arguments.items() if name.endswith(names)}
 
     def loss(compute, q: jax.Array, k: jax.Array, v: jax.Array):  # type: ignore[no-untyped-def]
         out = compute(q, k, v)
@@ -51,6 +52,15 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
     """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
     positions = {"q_positions": 21 + np.arange(37), "kv_positions": np.arange(58)}
     compare(make_mesh(context=5), *arrays(4, 2, 37, 21), method=method, layout="zigzag", **positions)
+
+
+@pytest.mark.parametrize(("layout", "window"), [("contiguous", (6, 0)), ("zigzag", (4, 0)), ("striped", (2, 1))])
+def test_window(layout: str, window: tuple[int, int]) -> None:
+    """Few hops of the ring are left; heads are sharded, too, and sinks with them."""
+    q, k, v = arrays(4, 2, 45, 0)
+    options = {"window": window, "causal": window[1] == 0, "sinks": jnp.linspace(-1, 2, 4), "logits_soft_cap": 2.0}
+    assert len(layout_hops(45, 4, layout, causal=window[1] == 0, window=window)) < 5 - (layout != "striped")
+    compare(make_mesh(context=4, tensor=2), q, k, v[..., :3], method="pass_kv", layout=layout, **options)
 
 
 def test_the_choice_is_for_the_devices_of_the_mesh(

@@ -43,16 +43,21 @@ GRID = [(exchange, ranks, ratio) for exchange in EXCHANGES for ranks in RANKS fo
 
 
 @functools.cache
-def differentiated(exchange: str, ranks: int, causal: bool) -> Callable[..., Arrays]:
+def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Callable[..., Arrays]:
     """Values and gradients of one exchange, or with 0 ranks of dense attention: jitted once, all cases are data."""
     if ranks == 0:
-        compute = functools.partial(attention, implementation="reference", causal=causal)
+
+        def compute(q: jax.Array, k: jax.Array, v: jax.Array, *tokens: Any) -> Any:
+            *tokens, sinks = tokens
+            masks = dict(zip(cases.Tokens._fields, tokens, strict=True))
+            return attention(q, k, v, **masks, sinks=sinks, implementation="reference", **dict(options))
+
     else:
         q_spec = P() if exchange.startswith("kvp") else P("context")
         compute = jax.shard_map(
-            functools.partial(EXCHANGES[exchange], axis_name="context", causal=causal),
+            lambda *arrays: EXCHANGES[exchange](*arrays[:-1], sinks=arrays[-1], axis_name="context", **dict(options)),
             mesh=make_mesh(context=ranks),
-            in_specs=(q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context")),
+            in_specs=(q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context"), P()),
             out_specs=q_spec,
         )
 
@@ -60,7 +65,7 @@ def differentiated(exchange: str, ranks: int, causal: bool) -> Callable[..., Arr
         arrays: dict[str, jax.Array], tokens: cases.Tokens, d_out: jax.Array, d_lse: jax.Array
     ) -> dict[str, jax.Array]:
         def weighted(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            out, lse = compute(arrays["q"], arrays["k"], arrays["v"], *tokens)
+            out, lse = compute(arrays["q"], arrays["k"], arrays["v"], *tokens, arrays.get("sinks"))
             seen = jnp.where(lse == -jnp.inf, 0, lse)  # an empty row's -inf would swallow the sum
             return jnp.sum(out * d_out) + jnp.sum(seen * d_lse), {"out": out, "lse": lse}
 
@@ -76,19 +81,26 @@ def check(
     ratio: int,
     tokens: cases.Tokens,
     seed: int,
-    causal: bool = True,
     lengths: tuple[int, int] = (cases.NEW, cases.KEYS),
+    value_size: int = cases.HEAD_SIZE,
+    sinks: bool = False,
+    **options: Any,
 ) -> None:
     heads, kv_heads = HEADS[ratio]
     rng = np.random.default_rng(seed)
     q_shape = (ranks * lengths[0], heads, cases.HEAD_SIZE)
-    kv_shape = (ranks * lengths[1], kv_heads, cases.HEAD_SIZE)
-    arrays = {name: rng.standard_normal(shape) for name, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))}
-    cotangents = rng.standard_normal(q_shape), rng.standard_normal(q_shape[:-1])
+    kv_shape = (ranks * lengths[1], kv_heads)
+    shapes = {"q": q_shape, "k": (*kv_shape, cases.HEAD_SIZE), "v": (*kv_shape, value_size)}
+    if sinks:
+        shapes["sinks"] = (heads,)
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    cotangents = rng.standard_normal((*q_shape[:-1], value_size)), rng.standard_normal(q_shape[:-1])
 
     def run(ranks: int, dtype: object) -> dict[str, np.ndarray]:
         typed = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
-        compute = differentiated(exchange if ranks else "", ranks, causal)  # one oracle for all exchanges
+        compute = differentiated(
+            exchange if ranks else "", ranks, tuple(options.items())
+        )  # one oracle for all exchanges
         results = compute(typed, tokens, *(jnp.asarray(x, dtype) for x in cotangents))
         return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
@@ -116,6 +128,14 @@ def kinds(exchange: str) -> tuple[str, ...]:
 @settings(max_examples=6)
 def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.DataObject, seed: int) -> None:
     check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
+
+
+@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "pass_q", "all_gather", "kvp_gather"))
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=6)
+def test_window_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
+    tokens = data.draw(cases.tokens(3, kinds(exchange)))
+    check(exchange, 3, 4, tokens, seed, value_size=5, sinks=True, window=(9, 0), logits_soft_cap=1.5)
 
 
 @pytest.mark.slow

@@ -183,5 +183,14 @@ def test_a_ring_over_one_batch_with_positions_for_all_and_segments_for_each() ->
         in_specs=(P_row, P_row, P_row, P("context"), P_row),
         out_specs=P_row,
     )
-    want = attention(q, k, v, positions, positions, segments, segments, implementation="reference")[0]
+    want = attention(
+        q,
+        k,
+        v,
+        q_positions=positions,
+        kv_positions=positions,
+        q_segment_ids=segments,
+        kv_segment_ids=segments,
+        implementation="reference",
+    )[0]
     np.testing.assert_allclose(jax.jit(mapped)(q, k, v, positions, segments), want, rtol=0, atol=1e-5)

@@ -13,7 +13,16 @@ from hlo import collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longctx.parallel import Hardware, ModelShape, all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+from longctx.parallel import (
+    Hardware,
+    ModelShape,
+    all_gather_kv,
+    kvp_attention,
+    layout_hops,
+    make_mesh,
+    ring_pass_kv,
+    ring_pass_q,
+)
 from longctx.parallel.context_parallel import METHODS
 from longctx.parallel.cost import predict_times
 
@@ -72,6 +81,17 @@ def test_pass_kv_sends_kv_once_round(ranks: int) -> None:
     }
 
 
+def test_hops_that_no_query_needs_do_not_travel() -> None:
+    """Of five ranks each sends its keys once, and their tokens, 8 bytes each; backward dK and dV come home once."""
+    hops = layout_hops(5 * S, 5, "contiguous", window=(S, 0))
+    assert hops == (0, 1)
+    ring = functools.partial(ring_pass_kv, hops=hops, window=(S, 0))
+    assert sent(compiled(ring, 5), 5) == {"collective-permute": (2, KV_BYTES)}
+    backward = sent(compiled(ring, 5, backward=True), 5)
+    assert backward.keys() == {"collective-permute"}
+    assert backward["collective-permute"][1] <= 3 * KV_BYTES
+
+
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
 def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
     hops = ranks - 1
@@ -109,7 +129,7 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
 
 @pytest.mark.parametrize("exchange", [ring_pass_kv, ring_pass_q])
 def test_nothing_is_sent_of_no_keys(exchange: Callable[..., object]) -> None:
-    """jaxlib 0.11 for CPUs crashes as it compiles the gradient of a ring of nothing."""
+    """On CPUs jaxlib 0.11 crashes as it compiles the gradient of a ring of nothing."""
     assert sent(compiled(exchange, 3, backward=True, kv_length=0), 3) == {}
 
 

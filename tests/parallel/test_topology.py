@@ -18,7 +18,6 @@ from longctx.parallel import Device, Link, Topology, choose_ring, find_topology,
 from longctx.parallel.cost import LLAMA3_405B, Hardware
 from longctx.parallel.device_tables import DEVICES, LINKS, PRESETS
 from longctx.parallel.topology import AXES, device_name
-from longctx.serving.predictor.roofline import roofline
 
 GPU = LLAMA3_405B.split(8)
 MODEL = LlamaConfig.preset("llama-3.1-8b")
@@ -133,24 +132,6 @@ def test_hardware_is_what_is_reached() -> None:
     h100 = DEVICES["H100"]
     assert h100.reached_flops(1) == pytest.approx(2 * h100.reached_flops(2), rel=0.01)
     assert DEVICES["A100"].reached_flops(1) == DEVICES["A100"].reached_flops(2)  # it has no FP8
-    plain = Hardware(1e12, 1e9, latency=1e-5, memory_bandwidth=1e11)
-    assert Topology.of_hardware(plain).hardware("stage") == Hardware(1e12, 1e9, 2, 1e-5, 1e11, 4, 1e9, 1e-5)
-
-
-@pytest.mark.parametrize("collective", [None, 0.5e9, 5e9])
-def test_the_topology_of_a_hardware_has_all_of_it(collective: float | None) -> None:
-    """So a predictor of a model and a choice of an exchange go by the same."""
-    given = Hardware(1e12, 1e9, 2, 1e-6, 1e11, 2, collective, None if collective is None else 1e-3, 0.1)
-    found = Topology.of_hardware(given).hardware("context", partial_bytes=2)
-    for name in ("peak_flops", "bandwidth", "latency", "memory_bandwidth", "partial_bytes", "contention"):
-        assert getattr(found, name) == pytest.approx(getattr(given, name))
-    assert found.collective(1e6, 2) == pytest.approx(given.collective(1e6, 2))
-    exchange = roofline(MODEL, given, 16, context=4, efficiency=1.0).exchange
-    assert exchange is not None
-    assert exchange.hardware == found
-    half = Topology.of_hardware(given, 0.5).hardware("context")
-    assert (half.bandwidth, half.peak_flops) == pytest.approx((0.5e9, 0.5e12))
-    assert half.collective(1e6) == pytest.approx((given.collective_latency or 1e-6) + 2e6 / (collective or 1e9))
 
 
 @pytest.mark.parametrize(

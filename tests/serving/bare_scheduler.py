@@ -133,7 +133,6 @@ class BareScheduler:
 
     def check_empty(self) -> None:
         assert self.pool.num_held == self.pool.num_reserved == self.pool.num_alone == 0
-        assert self.pool._alone == {}
         assert self.pool.num_available == self.pool.num_pages
 
 

@@ -1,6 +1,7 @@
 """Small models and their completions, computed densely on one device: no cache, no batch, no chunks."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +50,19 @@ class Oracle:
         self.model = model
         self.run = jax.jit(functools.partial(model, attend=attend_fp8)) if kv_dtype else model
         self.params = model.init(jax.random.key(0), initializer_range=0.4)
-        self.logits_after = functools.cache(self._logits_after)
+        self._logits: dict[tuple[int, ...], np.ndarray] = {}
 
-    def _logits_after(self, tokens: tuple[int, ...]) -> np.ndarray:
+    def logits_after(self, tokens: tuple[int, ...]) -> np.ndarray:
+        if tokens not in self._logits:
+            self.prime(tokens, len(tokens))
+        return self._logits[tokens]
+
+    def prime(self, tokens: Sequence[int], first: int) -> None:
+        """Compute the logits after the first so many tokens, and after each that follows, at once."""
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(self.run(self.params, padded))[len(tokens) - 1]
+        logits, known = np.asarray(self.run(self.params, padded)), tuple(map(int, tokens))
+        self._logits |= {known[:length]: logits[length - 1] for length in range(first, len(tokens) + 1)}
 
     def expected_tokens(
         self, prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = EOS
@@ -76,6 +84,7 @@ class Oracle:
         the error of FP8 itself (docs/fp8_pages.md). A wrong key gives another token altogether.
         """
         found = []
+        self.prime([*prompt, *tokens], len(prompt))
         for at, token in enumerate(tokens):
             seen = count_tokens(np.array(prompt), np.array(tokens[:at], int), VOCAB)
             controls, bias = Controls.row(params, params.seed or 0, completion), LogitBias.row(params)
@@ -87,6 +96,7 @@ class Oracle:
 
     def agrees(self, tokens: list[int], prompt: list[int], params: SamplingParams, completion: int = 0) -> bool:
         """Whether tokens are those expected, up to a difference where the two best logits are closer than 1e-4."""
+        self.prime([*prompt, *tokens], len(prompt))
         expected = self.expected_tokens(prompt, params, completion)
         if tokens == expected:
             return True

@@ -47,13 +47,13 @@ class ChunkRecorder:
 
     def __init__(self, engine: Engine) -> None:
         self.chunks: list[Chunk] = []
-        submit = engine._executor.submit
+        submit = engine.executor.submit
 
         def record(batch: Batch) -> Any:
             self.chunks += batch.chunks
             return submit(batch)
 
-        engine._executor.submit = record  # type: ignore[method-assign]
+        engine.executor.submit = record  # type: ignore[method-assign]
 
     def grew(self, decodes: bool) -> bool:
         """Whether a sequence grew onto one more rank during its prefill, or during its decodes."""
@@ -71,7 +71,7 @@ def run_workload(engine: Engine, seed: int, events: int, layers: int | None = No
     """Run a workload, and check its tokens; those of FP8 pages need only be near the expected ones."""
     plan, kv_dtype = engine.plan, engine.config.kv_dtype
     oracle = oracle_of(layers or plan.stage, plan.tensor, kv_dtype)
-    Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None).run(events)
+    Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None, oracle.prime).run(events)
 
 
 def check_tokens(

@@ -36,8 +36,9 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
 
     print(describe_mesh(engine.mesh, group), file=sys.stderr)
     # Processes share cores here, so compiling all shapes would take minutes: "cold" compiles those that come up.
-    engine._is_warm = options.get("cold", False)
-    Workload(engine, options["seed"], oracle.expected_tokens).run(options["events"])
+    if options.get("cold"):
+        engine.executor.compile = engine.executor.warm_up = lambda *_: None  # type: ignore[method-assign]
+    Workload(engine, options["seed"], oracle.expected_tokens, prime=oracle.prime).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
@@ -118,7 +119,7 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
     if "events" in options:
         from workload import Workload
 
-        workload = Workload(engine, 0, oracle.expected_tokens)
+        workload = Workload(engine, 0, oracle.expected_tokens, prime=oracle.prime)
         workload.act(options["events"])
         while engine.has_work:  # without `finish`, which would empty the cache in this process only
             workload.step()
@@ -130,23 +131,11 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
     time.sleep(1000)
 
 
-def differs(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """Make one process plan otherwise than the others."""
-    engine, _ = make_engine(group, options)
-    if group.process_id == options["who"]:
-        pool = engine.scheduler.pool
-        pool._free[0].reverse()
-    if not group.is_first:
-        engine.follow()
-        return
-    engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
-
-
 def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Raise an error in one process, or let it stand still."""
     engine, _ = make_engine(group, options)
     if group.process_id == options["who"]:
-        wait, count = engine._executor.wait, iter(range(1000))
+        wait, count = engine.executor.wait, iter(range(1000))
 
         def fail(pending: Any) -> Any:
             if next(count) == 5:
@@ -155,7 +144,7 @@ def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
                 raise RuntimeError("the roof is on fire")
             return wait(pending)
 
-        engine._executor.wait = fail  # type: ignore[method-assign]
+        engine.executor.wait = fail  # type: ignore[method-assign]
     if not group.is_first:
         engine.follow()
         return

@@ -10,7 +10,7 @@ from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.interface import Executor
-from longctx.serving.recording.reader import RecordedLog
+from longctx.serving.recording.log import RecordedLog
 from longctx.serving.recording.recorder import Recorder
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.replayer import Replayer

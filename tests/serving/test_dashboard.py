@@ -19,12 +19,11 @@ from longctx.cluster.conductor.instance import InstanceSpec
 from longctx.cluster.router.instances import Instance
 from longctx.cluster.router.server import RouterServer
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.parallel.cost import Hardware
 from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server.caches import Caches
-from longctx.serving.server.metrics import Peak, ServerMetrics
+from longctx.serving.server.metrics import ServerMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/longctx.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -33,16 +32,12 @@ QUERIES = [target["expr"].replace("$__rate_interval", "1m") for panel in PANELS 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The labels of every series that a server on known devices exports."""
-    sheet = Hardware(1e12, 1e9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peak, "of", lambda engine: Peak(sheet.peak_flops, sheet.bandwidth))
-        disk = tmp_path_factory.mktemp("pages")
-        thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
-        metrics = ServerMetrics("longctx", thread, "m")
-        prefills = {"decision": {"remote": 1}, "answer": {"done": 1}}
-        metrics.transfers, metrics.prefills = {"sent": TransferStats(), "received": TransferStats()}, prefills
-        metrics.caches = Caches(thread, "m", None, 1.0)
+    """The labels of every series that a server exports."""
+    disk = tmp_path_factory.mktemp("pages")
+    thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
+    metrics = ServerMetrics("longctx", thread, "m")
+    metrics.transfers = {"sent": TransferStats(), "received": TransferStats()}
+    metrics.caches = Caches(thread, "m", None, 1.0)
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     return labels_of(metrics.render(max_age=0))
 
@@ -150,7 +145,7 @@ def test_panels_do_not_overlap_and_show_what_the_server_exports(exported: dict[s
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     shown = {selector.name for query in QUERIES for selector in selectors(promql.parse(query))}
     own = {"chunk_rows", "admission_slack_ratio", "step_seconds_over_predicted", "rank_idle_seconds", "pages_held"}
-    for name in (*own, "mfu_ratio", "mbu_ratio", "time_to_first_token_seconds", "inter_token_latency_seconds"):
+    for name in (*own, "time_to_first_token_seconds", "inter_token_latency_seconds"):
         assert any(series.startswith(f"longctx:{name}") for series in shown)
     assert {
         legend for panel in PANELS for target in panel["targets"] if not (legend := target["legendFormat"])

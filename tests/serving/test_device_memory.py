@@ -168,23 +168,24 @@ def test_engines_compile_first_and_take_what_is_left(
     plan: ParallelPlan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No program is compiled twice, and the programs that were compiled to find the pages are those of steps."""
-    prompts = [[(7 * j + i) % VOCAB for j in range(40 + i)] for i in range(3)]
-    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    expected = [output.token_ids for output in make_engine(plan=plan).generate(prompts, sampling)]
+    prompts = [[(7 * j + i) % VOCAB for j in range(20 + i)] for i in range(3)]
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    sizes = {"token_budget": 8, "buckets": (4, 8), "max_running": 2, "max_length": 48}
+    expected = [output.token_ids for output in make_engine(plan=plan, **sizes).generate(prompts, sampling)]
     largest = []
     monkeypatch.setattr(
         StepShapes, "largest_shapes", lambda self, of=StepShapes.largest_shapes: largest.extend(of(self)) or of(self)
     )
     gpu_memory(monkeypatch, 3 << 20)
-    engine = make_engine(plan=plan, num_pages=None)
+    engine = make_engine(plan=plan, num_pages=None, **sizes)
     assert engine.num_pages == largest[-1].num_pages
     use = engine.memory
     assert use is not None
     assert use.pages == engine.num_pages * use.page
     with count_compilations() as compiled:
         engine.compile()
-    runner = engine._executor.runner  # type: ignore[attr-defined]
-    programs = len([*engine._executor.shapes]) * runner.num_programs  # type: ignore[attr-defined]
+    runner = engine.executor.runner  # type: ignore[attr-defined]
+    programs = len([*engine.executor.shapes]) * runner.num_programs  # type: ignore[attr-defined]
     assert 0 < len(compiled) < programs  # not those of the largest shapes
     for found in jax.tree.leaves(runner.state.cache):
         assert found.shape[0] % engine.num_pages == 0
@@ -198,7 +199,7 @@ def test_engines_compile_first_and_take_what_is_left(
 
 def test_abstract_state_is_that_of_the_arrays() -> None:
     engine = make_engine(plan=ParallelPlan(2, 2, 1))
-    runner = engine._executor.runner  # type: ignore[attr-defined]
+    runner = engine.executor.runner  # type: ignore[attr-defined]
     there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), runner.state)
     assert there == runner.abstract_state(engine.num_pages)
 
@@ -212,7 +213,7 @@ def test_engines_without_room_say_what_to_change(monkeypatch: pytest.MonkeyPatch
 def test_engines_on_cpus_keep_no_account() -> None:
     engine = make_engine()
     assert engine.memory is None
-    assert isinstance(engine._executor, DeviceExecutor)
+    assert isinstance(engine.executor, DeviceExecutor)
     assert isinstance(engine, Engine)
 
 
@@ -220,7 +221,7 @@ def test_engines_on_cpus_keep_no_account() -> None:
 def test_no_step_takes_more_than_the_largest_shapes() -> None:
     """As XLA says of the programs of all shapes."""
     engine = make_engine(plan=ParallelPlan(1, 2, 1, exchange="pass_kv"))
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     largest, rest = executor.shapes.largest_shapes(), []
     needed = ProgramMemory.of(program for shape in largest for program in executor.runner.compile(shape))
     rest = [shape for shape in executor.shapes if shape not in largest]

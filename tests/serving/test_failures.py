@@ -19,7 +19,7 @@ def test_a_failed_step_ends_every_request_with_an_event() -> None:
     stream = engine.stream(PROMPT[:3], FIVE)
     events = [engine.step() for _ in range(4)]
     known = [t for each in events for event in each for t in event.token_ids if event.request_id == ids[0]]
-    engine._executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
+    engine.executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert engine.has_work
@@ -58,7 +58,7 @@ def test_generate_in_another_thread_raises_when_the_engine_fails() -> None:
     errors: list[BaseException] = []
 
     def fail(event: Event) -> None:
-        engine._executor.wait = lambda pending: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        engine.executor.wait = lambda pending: 1 / 0  # type: ignore[method-assign, assignment, return-value]
 
     def generate() -> None:
         try:
@@ -73,14 +73,6 @@ def test_generate_in_another_thread_raises_when_the_engine_fails() -> None:
     assert [event.output.finish_reason for event in stream if event.output is not None] == ["error"]
     with pytest.raises(RuntimeError, match="the engine has failed"):
         engine.generate(PROMPT, FIVE)
-
-
-def test_ids_that_the_engine_makes_differ_from_those_given_with_them() -> None:
-    engine = make_engine()
-    requests = [Request(PROMPT, FIVE), Request(PROMPT[:9], FIVE, request_id="request-0"), Request([1], FIVE)]
-    outputs = engine.generate(requests)
-    assert [x.request_id for x in outputs] == ["request-1", "request-0", "request-2"]
-    assert [x.token_ids for x in outputs] == [expected_tokens(list(x.prompt), FIVE) for x in requests]
 
 
 def test_warm_up_is_refused_while_requests_are_there() -> None:

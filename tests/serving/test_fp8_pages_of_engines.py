@@ -5,7 +5,6 @@ That they are the same to the last bit where the same keys come in, `test_row_ex
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,18 +20,12 @@ from workload import Workload
 from longctx.models.footprint import cache_bytes
 from longctx.models.validation import FP8_KV as FP8
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-
-SOME = [((1, 2, 1), ("interleave", "pass_kv"))]
-
-
-@pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
-def test_tokens_are_near_those_of_one_device(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
-    check_tokens(sizes, strategy, events=25, kv_dtype=FP8)
+from longctx.serving import EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving.engine.memory import default_pages
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
+@pytest.mark.parametrize(("sizes", "strategy"), ALL, ids=str)
 def test_tokens_on_every_mesh_are_near_those_of_one_device(
     sizes: tuple[int, int, int], strategy: tuple[str, str]
 ) -> None:
@@ -69,38 +62,26 @@ def test_random_workloads_on_all_three_axes(
 def test_with_chunks_prefix_hits_and_preemption_tokens_are_near() -> None:
     """A scale is of one token's row, so a key does not depend on the chunk that it is computed in."""
     oracle, shapes = oracle_of(1, 1, FP8), {"admission": "optimistic", "kv_dtype": FP8}
-    for budget, num_pages in ((8, 24), (32, 24), (32, 11)):
+    for budget, num_pages, events in ((8, 24, 30), (32, 11, 60)):
         engine = make_engine(None, oracle, token_budget=budget, buckets=(budget,), num_pages=num_pages, **shapes)
-        Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(60)
+        assert engine.executor.runner.state.cache.is_fp8  # type: ignore[attr-defined]
+        Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(events)
         assert num_pages > 11 or engine.stats().preemptions
 
 
-def test_it_is_not_the_cache_of_the_models_dtype() -> None:
-    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6] * 9, SamplingParams(max_tokens=1, logprobs=0)
-    exact, rounded = (
-        make_engine(None, oracle_of(1, 1, dtype), kv_dtype=dtype).generate([prompt], params)[0].logprobs[0].logprob
-        for dtype in (None, FP8)
-    )
-    assert 1e-5 < abs(exact - rounded) < 0.5
-
-
-def test_nothing_is_compiled_after_warm_up_and_programs_are_as_many() -> None:
+def test_nothing_is_compiled_after_warm_up() -> None:
     shapes = {"max_length": 96, "max_running": 3, "token_budget": 8, "buckets": (8,), "num_pages": 20}
-    counts = []
-    for dtype in (None, FP8):
-        engine = make_engine(None, oracle_of(1, 1, dtype), kv_dtype=dtype, **shapes)
-        jax.clear_caches()
-        with count_compilations() as compiled:
-            engine.warm_up()
-        counts.append(len(compiled))
-        with count_compilations() as compiled:
-            engine.generate([[1, 2, 3] * 9, [4] * 30], SamplingParams(max_tokens=5))
-        assert not compiled
-    assert counts[0] == counts[1] > 0
+    engine = make_engine(None, oracle_of(1, 1, FP8), kv_dtype=FP8, **shapes)
+    engine.warm_up()
+    with count_compilations() as compiled:
+        engine.generate([[1, 2, 3] * 9, [4] * 30], SamplingParams(max_tokens=5))
+    assert not compiled
 
 
 @pytest.mark.usefixtures("users_fusions")
-@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "layered"), [(jnp.float32, True), pytest.param(jnp.bfloat16, False, marks=pytest.mark.slow)]
+)
 def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool) -> None:
     compiled = compile_step(make_mesh(), make_shape(make_mesh()), dtype, layered=layered, kv_dtype=FP8)
     program = compiled.layer if layered else compiled
@@ -111,7 +92,11 @@ def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool
 @pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(
     ("exchange", "message", "rounds"),
-    [("pass_q", 0, 1), ("pass_kv", 2, 8), pytest.param("all_gather", 2, 8, marks=pytest.mark.slow)],
+    [
+        ("pass_kv", 2, 8),
+        pytest.param("pass_q", 0, 1, marks=pytest.mark.slow),
+        pytest.param("all_gather", 2, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
     mesh = make_mesh(context=2)
@@ -132,12 +117,9 @@ def check_in_place(program: Any) -> None:
 
 def test_as_many_pages_fit_as_their_bytes_say() -> None:
     """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
-    counts = []
-    for dtype in (None, FP8):
-        oracle = oracle_of(1, 1, dtype)
-        config = EngineConfig(page_size=8, max_running=10**5, token_budget=10**5, kv_dtype=dtype)
-        counts.append(Engine(oracle.model, oracle.params, config).num_pages)
-    assert counts[1] == counts[0] * 32 // 12
+    configs = [EngineConfig(page_size=8, max_running=10**5, token_budget=10**5, kv_dtype=x) for x in (None, FP8)]
+    exact, fp8 = (default_pages(oracle_of(1, 1).model, x, make_mesh(), jnp.float32, 256, 0) for x in configs)
+    assert fp8 == exact * 32 // 12
 
 
 @pytest.mark.parametrize("wrong", ["fp8", "float8_e5m2", "bfloat16", jnp.float8_e4m3fn, 8, np.zeros(2)])

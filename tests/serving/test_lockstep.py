@@ -1,6 +1,7 @@
 """Lockstep of engines on fake devices: they decide alike from small messages; all end when one decides otherwise."""
 
 import dataclasses
+import json
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Arrival
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 2**20),
     processes=st.integers(2, 3),
@@ -34,11 +35,10 @@ def test_all_processes_decide_alike(
     def act(group: ProcessGroup) -> Any:
         engine = make_engine(40, plan=plan, admission=admission, policy=policy, chunking=chunking, group=group)
         if group.is_first:
-            Workload(engine, seed).run(150)
+            Workload(engine, seed).run(80)
         else:
             engine.follow()
-        decisions, stats = engine._lockstep.decisions, engine.stats()
-        return decisions.digest, decisions.count, stats.steps, stats.output_tokens, stats.preemptions
+        return dataclasses.replace(engine.stats(), pages_cached=0)  # the first one's are cleared
 
     first, *others = run_processes(processes, act)
     assert not isinstance(first, Exception), first
@@ -53,13 +53,17 @@ def test_step_messages_do_not_grow_with_context() -> None:
         if not group.is_first:
             engine.follow()
             return None
-        sizes = {}
-        for length in (2, 100):
+        broadcast, sizes = group.broadcast, {2: [], 100: []}
+
+        def record(header: dict[str, Any], frames: Any = None) -> None:
+            sizes[length].append(len(json.dumps(header)) + sum(map(len, frames or ())))
+            broadcast(header, frames)
+
+        for length in sizes:
+            group.broadcast = record  # type: ignore[method-assign]
             engine.submit(Request([i % 40 for i in range(length)], SamplingParams(max_tokens=12, ignore_eos=True)))
             while engine.has_work:
-                before = group._channel.bytes_sent
                 engine.step()
-                sizes.setdefault(length, []).append(group._channel.bytes_sent - before)
         return sizes
 
     sizes = run_processes(2, act)[0]
@@ -95,7 +99,7 @@ def test_a_process_that_decides_otherwise_ends_all(no_exit: list[int], capsys: p
     def act(group: ProcessGroup) -> None:
         engine = make_engine(group=group)
         if group.process_id == 2:
-            engine.scheduler.pool._free[0].reverse()
+            engine.scheduler.pool.allocate(0, reserved=False)
         if group.is_first:
             engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
             time.sleep(1)

@@ -65,7 +65,7 @@ def to_its_end(sequence: Sequence) -> int:
     return sequence.prompt_length + sequence.max_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -102,7 +102,7 @@ def run(engine: Engine) -> list[Event]:
     return events
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     stage=st.sampled_from([1, 2, 3]),
@@ -128,7 +128,7 @@ def test_steps_in_flight_make_little_difference(seed: int, stage: int, run_ahead
         assert output.metrics.ttft == pytest.approx(estimate.first_token, abs=in_flight, rel=0.1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     stage=st.sampled_from([1, 2, 3]),

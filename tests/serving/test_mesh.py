@@ -1,32 +1,27 @@
 """Engines on meshes of CPU devices: every plan gives the tokens of one device, in float32."""
 
-import itertools
-from typing import Any
-
 import jax
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_workload import ALL, STRATEGIES, UNEVEN, ChunkRecorder, check_tokens, make_mesh_engine, oracle_of
-from workload import Workload
+from mesh_workload import (
+    ALL,
+    STRATEGIES,
+    UNEVEN,
+    ChunkRecorder,
+    check_tokens,
+    make_mesh_engine,
+    oracle_of,
+    run_workload,
+)
 
-from longctx.parallel import tensor
 from longctx.serving import ParallelPlan, Request, SamplingParams
-
-# The other cases are slow. Random workloads below use all three axes at once, and sessions use "auto".
-SOME = [((1, 3, 1), ("interleave", "pass_kv"))]
-
-
-@pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
-def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
-    """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
-    check_tokens(sizes, strategy, events=25)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
+@pytest.mark.parametrize(("sizes", "strategy"), ALL, ids=str)
 def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
+    """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
     check_tokens(sizes, strategy)
 
 
@@ -43,7 +38,7 @@ def test_tokens_with_uneven_stages_equal_those_of_one_device(
     [STRATEGIES[0], *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in STRATEGIES[1:])],
     ids=str,
 )
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(
     seed=st.integers(0, 2**20),
     run_ahead=st.integers(1, 4),
@@ -56,7 +51,7 @@ def test_random_workloads_on_all_three_axes(
 ) -> None:
     plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
-    Workload(engine, seed, oracle_of(2, 2).expected_tokens).run(30)
+    run_workload(engine, seed, 30)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,8 @@ def test_decodes_beside_a_prompt_whose_keys_travel(sizes: tuple[int, int, int], 
     """Decodes are replicated in steps by pass-KV, and sharded in those by pass-Q; a prompt's last token too."""
     plan = ParallelPlan(*sizes, exchange=exchange, placement="interleave")
     engine, oracle = make_mesh_engine(plan, max_running=8), oracle_of(sizes[0], sizes[2])
-    recorded, params = ChunkRecorder(engine), SamplingParams(max_tokens=12, ignore_eos=True)
-    lengths = (5, 3, 16 * sizes[1] + 1, 150, 1, 2)
+    recorded, params = ChunkRecorder(engine), SamplingParams(max_tokens=6, ignore_eos=True)
+    lengths = (5, 3, 16 * sizes[1] + 1, 100, 1)
     prompts = [[(7 * i + number) % 50 for i in range(length)] for number, length in enumerate(lengths)]
     for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
         assert output.token_ids == oracle.expected_tokens(prompt, params)
@@ -106,39 +101,6 @@ def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) 
     engine = make_mesh_engine(plan)
     engine.warm_up()
     with jax.log_compiles():
-        Workload(engine, 1, oracle_of(1, 1).expected_tokens).run(40)
+        run_workload(engine, 1, 40)
     compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
     assert not [x for x in compiled if any(name in x for name in ("step", "set_entries", "clear_slot"))]
-
-
-@pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2)), 3])
-def test_a_doubled_psum_changes_the_logprobs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doubles the psum of the embedding, of a layer's two products, or of the last stage's rows, by number.
-
-    A missing psum needs no test, as it is a type error in `shard_map`.
-    """
-    sums = itertools.count()
-    psum = tensor.psum
-
-    def doubled(x: Any, *axes: str) -> Any:
-        return psum(x, *axes) * (2 if next(sums) == number else 1)
-
-    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=1, logprobs=0)
-    oracle, plan = oracle_of(2, 2), ParallelPlan(2, 1, 2)
-    logits = oracle.logits_after(tuple(prompt)).astype(float)
-    expected = logits.max() - np.log(np.exp(logits).sum())
-
-    def error() -> float:
-        jax.clear_caches()
-        (output,) = make_mesh_engine(plan).generate([prompt], params)
-        return abs(output.logprobs[0].logprob - expected)
-
-    assert error() < 1e-4
-    monkeypatch.setattr(tensor, "psum", doubled)
-    for module in ("step", "layered_step", "sample_step"):
-        monkeypatch.setattr(f"longctx.serving.runner.{module}.psum", doubled)
-    try:
-        assert error() > 1e-3
-    finally:
-        jax.clear_caches()
-    assert next(sums) > number, "the number of psums is smaller"

@@ -43,8 +43,7 @@ def check(engine: Engine, params: SamplingParams, oracle: Oracle = ORACLE) -> No
         assert engine.stats().pages_held == 0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("params", [SIX, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("value", "params"), [(float("nan"), SIX), (float("inf"), WARM)], ids=["greedy", "sampled"])
 def test_logits_that_are_not_finite_end_their_request_alone(value: float, params: SamplingParams) -> None:
     assert sum(BAD not in ORACLE.expected_tokens(prompt, params) for prompt in GOOD) > 2
     check(make_engine(poisoned(ORACLE, value), prefix_cache=False), params)
@@ -55,10 +54,9 @@ def test_logits_that_are_not_finite_end_their_request_alone(value: float, params
     [
         ParallelPlan(1, 2, 1, exchange="pass_kv", placement="interleave"),
         pytest.param(ParallelPlan(1, 2, 1, exchange="pass_q", placement="interleave"), marks=pytest.mark.slow),
-        pytest.param(ParallelPlan(1, 2, 1, exchange="kvp", rank_tokens=16), marks=pytest.mark.slow),
         ParallelPlan(2, 1, 2),
     ],
-    ids=["pass_kv", "pass_q", "kvp", "stages and tensor"],
+    ids=["pass_kv", "pass_q", "stages and tensor"],
 )
 def test_logits_that_are_not_finite_end_their_request_alone_on_meshes(plan: ParallelPlan) -> None:
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,)}

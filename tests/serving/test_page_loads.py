@@ -114,7 +114,7 @@ def test_a_burst_of_equal_prompts_loads_once() -> None:
     prompt = list(range(33))
     engine.generate([prompt], SamplingParams(max_tokens=1))
     engine.core.pool.clear()
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     executor.num_loaded = 0
     outputs = engine.generate([prompt] * 4, SamplingParams(max_tokens=2))
     assert executor.num_loaded == 8

@@ -33,7 +33,7 @@ def parts(draw: st.DrawFn, size: int) -> tuple[int, int]:
     return first, draw(st.integers(first + 1, size))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     source=st.sampled_from(MESHES),
     target=st.sampled_from(MESHES),
@@ -83,7 +83,7 @@ def test_pages_are_the_same_on_another_mesh(
     np.testing.assert_array_equal(other.on_devices(), wanted)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     target=st.sampled_from(MESHES),
     kv_heads=st.sampled_from([2, 4]),

@@ -20,22 +20,17 @@ from benchmarks.operator_tables import (
     seconds_per_layer,
 )
 from longctx.models import LlamaConfig
-from longctx.parallel.cost import Hardware
-from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
+from longctx.parallel.device_tables import Device, Link
+from longctx.parallel.topology import Topology
+from longctx.serving.predictor import Corrected, CurvePredictor, RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
-from longctx.serving.predictor.roofline import CPU, GPUS, roofline
-from longctx.serving.predictor.runtime import check_predictor, keys_by_tile
+from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.runtime import check_predictor
 
 TILES = (1, 16, 64, 256)
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128)
-PROGRAMS = RuntimePredictor(
-    (
-        Program(8, 5e-3, (1, 8), (4e-7, 1.3e-6), 2e-4),
-        Program(128, 1e-2, (1, 16, 64, 128), (3e-7, 1.7e-6, 4e-6, 5e-6), 1e-4),
-        Program(512, 2e-2, (1, 16, 64, 256), (3e-7, 1.5e-6, 3e-6, 9e-6), 1.5e-4),
-    )
-)
+PROGRAMS = RuntimePredictor.of_rows({8: 5e-3, 128: 1e-2, 512: 2e-2}, TILES, (3e-7, 1.5e-6, 3e-6, 9e-6), 1.5e-4)
 CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
 
 
@@ -47,13 +42,14 @@ def test_work_adds_up_over_chunks() -> None:
     assert work.keys == 100 + 1050 + 1
 
 
-@given(start=st.integers(0, 10**7), count=st.integers(2, 5000))
+@given(start=st.integers(0, 10**7), count=st.integers(2, 512))
 def test_a_chunk_is_split_into_tiles(start: int, count: int) -> None:
-    tiles, expected = (1, 16, 64, 256), [0, 0, 0, 0]
+    expected = PROGRAMS.seconds(Work(count))
     for first in range(0, count, 256):
         size = min(256, count - first)
-        expected[next(i for i, tile in enumerate(tiles) if tile >= size)] += start + first + size
-    assert keys_by_tile(tiles, Work().with_chunk(start, count, False)) == expected
+        cost = next(cost for tile, cost in zip(TILES, PROGRAMS.programs[0].per_key, strict=True) if tile >= size)
+        expected += cost * (start + first + size)
+    assert PROGRAMS.seconds(Work().with_chunk(start, count, False)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("predictor", [PROGRAMS, CURVE])
@@ -90,8 +86,6 @@ def test_a_fit_finds_the_coefficients_of_the_times(seed: int) -> None:
     far = [Work(20, 20, 10**6).with_chunk(10**6, 300, True), Work().with_chunk(500_000, 512, True)]
     errors = relative_errors(fit(noisy, (8, 128, 512), TILES), [(work, PROGRAMS.seconds(work)) for work in far])
     assert np.abs(errors).max() < 0.15
-    noisy_programs = fit(noisy, (8, 128, 512), TILES).programs
-    assert all(x >= 0 for program in noisy_programs for x in (program.fixed, *program.per_key, program.per_sample))
 
 
 def test_fit_refuses_incomplete_measurements() -> None:
@@ -109,23 +103,30 @@ def test_fit_refuses_incomplete_measurements() -> None:
     ("change", "message"),
     [
         ({"fixed": -1.0}, "finite and not negative"),
-        ({"per_key": (math.nan, 0.0)}, "finite and not negative"),
+        ({"per_key": (math.nan,) * 4}, "finite and not negative"),
         ({"per_key": (0.0,)}, "a number for each of tiles"),
-        ({"tiles": (8, 1)}, "ascending"),
-        ({"rows": 0}, "positive"),
+        ({"tiles": (8, 1, 2, 3)}, "ascending"),
+        ({"per_bucket": ()}, "three kinds of rows"),
+        ({"kind": "ring"}, "kind must be one of local, .* got 'ring'"),
     ],
 )
 def test_invalid_programs_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PROGRAMS.programs[0], **change)
-    with pytest.raises(ValueError, match="ascending numbers of rows"):
-        RuntimePredictor(PROGRAMS.programs[::-1])
+
+
+@pytest.mark.parametrize("change", [{"buckets": ()}, {"buckets": (8, 4)}, {"buckets": (0, 4)}, {"programs": ()}])
+def test_invalid_measured_predictors_are_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(PROGRAMS, **change)
     with pytest.raises(ValueError, match="513 rows is more than the 512"):
         PROGRAMS.seconds(Work(513))
 
 
 def test_invalid_predictors_are_refused() -> None:
     assert check_predictor(CURVE, 512) is CURVE
+    with pytest.raises(ValueError, match=r"overlap must be 0 to 1, got 1\.5"):
+        dataclasses.replace(CURVE, overlap=1.5)
     with pytest.raises(TypeError, match="predictor must have `seconds` and `prefill_seconds`, got 3"):
         check_predictor(3, 512)  # type: ignore[arg-type]
     for wrong in (math.nan, math.inf, -1.0):
@@ -156,8 +157,9 @@ def test_correction_follows_a_slower_device_and_ignores_outliers() -> None:
 
 
 def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
-    sheet = Hardware(300e12, 100e9, memory_bandwidth=2e12)
-    predictor = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0)
+    device = Device("sheet", {"bfloat16": 300e12}, 2e12, flops_share=1.0, memory_share=1.0)
+    sheet = Topology(device, dict.fromkeys(("tensor", "stage"), Link("link", 100e9, share=1.0)))
+    predictor = roofline(LLAMA_8B, sheet, 4096)
     # Llama-3 8B has 6.98e9 weights in its layers, and 5.25e8 in its head.
     layers, head = 32 * 4096 * (2 * 40 * 128 + 3 * 14336), 128256 * 4096
     assert predictor.seconds(Work(1)) == pytest.approx(2 * (layers + head) / 2e12)
@@ -167,19 +169,17 @@ def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
     chunk = Work().with_chunk(0, 4096, False)
     assert predictor.seconds(chunk) - predictor.seconds(Work(4096)) == pytest.approx(attention)
     # One of two stages has half of the layers; one of eight devices has an eighth of their weights, and all-reduces.
-    half = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, stage=2)
+    half = roofline(LLAMA_8B, sheet, 4096, stage=2)
     assert half.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 2, rel=0.05)
-    eighth = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, tensor=8)
+    eighth = roofline(LLAMA_8B, sheet, 4096, tensor=8)
     sent = 2 * 32 * 4096 * 2 * 7 / 8 * 4096 * 2 / 100e9
     assert eighth.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 8 + sent, rel=1e-3)
-    assert roofline(LLAMA_8B, CPU, 512).seconds(Work(1)) > roofline(LLAMA_8B, GPUS["A100"], 512).seconds(Work(1))
+    cpu, gpu = (roofline(LLAMA_8B, Topology.preset(name), 512) for name in ("cpu", "a100-nvlink"))
+    assert cpu.seconds(Work(1)) > gpu.seconds(Work(1))
     for change, message in [({"stage": 33}, "at most the 32 layers"), ({"tensor": 5}, "divide the 32 query heads")]:
         with pytest.raises(ValueError, match=message):
             roofline(LLAMA_8B, sheet, 512, **change)
-    with pytest.raises(ValueError, match="efficiency must be"):
-        roofline(LLAMA_8B, sheet, 512, efficiency=0.0)
     for name, values in {
-        "efficiency": [math.nan, 2],
         "overhead": [-1, math.nan, math.inf],
         "element_bytes": [-2, 0],
     }.items():
@@ -197,7 +197,12 @@ def test_a_profile_is_valid_for_one_engine(tmp_path: Path) -> None:
         load_profile(file, subject | {"num_layers": 32})
     with pytest.raises(ValueError, match="measured on another engine: device is None there and TPU here"):
         load_profile(file, subject | {"device": "TPU"})
-    for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"fixed": ', '"fixed": -')):
+    for wrong in (
+        "{}",
+        "nonsense",
+        '{"format": "other"}',
+        file.read_text().replace('"per_sample": ', '"per_sample": -'),
+    ):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="is not a profile as `longctx profile` writes it"):
             load_profile(file, subject)
@@ -275,9 +280,9 @@ def test_from_tables_adds_up_the_operators() -> None:
     attention = read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv")
     reduce = read_table(VIDUR / "a100_dgx_all_reduce.csv", num_workers=8, devices_per_node=8)
     predictor = from_tables(LLAMA_8B, linear, attention, reduce, tensor=8, stage=2)
-    bound = roofline(LLAMA_8B, GPUS["A100"], 8192, stage=2, tensor=8, efficiency=1.0)
+    bound = roofline(LLAMA_8B, Topology.preset("a100-nvlink"), 8192, stage=2, tensor=8)
     for work in (Work(1, 1, 1000), Work().with_chunk(0, 4096, True), Work().with_chunk(100_000, 2048, False)):
-        assert 1 < predictor.seconds(work) / bound.seconds(work) < 6
+        assert 0.5 < predictor.seconds(work) / bound.seconds(work) < 6
     with pytest.raises(ValueError, match="linear must be of tensor=1 devices"):
         from_tables(LLAMA_8B, linear, attention)
     with pytest.raises(ValueError, match="linear must be of a hidden size of 8192"):

@@ -152,12 +152,12 @@ def test_tokens_equal_those_of_one_device(
 def test_tokens_equal_those_of_one_device_until_a_process_is_killed(tmp_path: Path) -> None:
     """Two processes of two devices."""
     plan = {"stage": 2, "tensor": 2}
-    with processes(tmp_path, "forever", 2, plan=plan, events=25) as group:
+    with processes(tmp_path, "forever", 2, plan=plan, events=8) as group:
         group.wait_until(0, "running")
         for data in (b"", b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.1", group.port)) as stranger:
                 stranger.sendall(data)
-        time.sleep(1)
+        time.sleep(0.3)
         assert [running.poll() for running in group.running] == [None, None], group.output(0)
         group.running[1].kill()
         assert group.statuses(FAILURE, without=1) == [70]

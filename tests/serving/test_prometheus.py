@@ -4,24 +4,17 @@ import threading
 import time
 from collections import defaultdict
 
-import jax
 import numpy as np
 import pytest
-from dense_oracle import MODEL, PARAMS
-from dense_oracle import make_engine as make_dense_engine
 from fake_device import VOCAB, make_engine
 from prometheus_client.parser import text_string_to_metric_families
 
-from longctx.models import Llama, LlamaConfig
-from longctx.parallel.cost import Hardware
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
-from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
-from longctx.serving.server import metrics as server_metrics
-from longctx.serving.server.metrics import ModelCost, ServerMetrics
+from longctx.serving.server.metrics import ServerMetrics
 
 # The metrics, types and labels of vLLM that dashboards, llm-d and the gateway API's inference extension read.
 VLLM = {
@@ -193,7 +186,6 @@ def test_values_agree_with_the_requests_own(plan: ParallelPlan, options: dict) -
     total = got.get_one("longctx:step_seconds_sum")
     assert all(0 <= seconds < total for seconds in idle)
     assert any(idle) == (plan.context > 1)
-    assert ("longctx:mfu_ratio", frozenset()) not in got  # nothing is known of these devices
 
 
 def test_cancels_refusals_and_pages_are_counted() -> None:
@@ -221,52 +213,11 @@ def test_cancels_refusals_and_pages_are_counted() -> None:
     assert got.get_one("longctx:requests_refused_total", reason="tokens") == 0
 
 
-def test_estimated_operations_agree_with_those_that_xla_counts() -> None:
-    """XLA counts those of a dense forward pass, in which every token attends to every other."""
-    # It counts a loop over layers once, and what is not a product too.
-    one = Llama(LlamaConfig(512, 256, 384, 1, 8, 4, 32, max_positions=256))
-    params, tokens = one.init(jax.random.key(0)), np.arange(128, dtype=np.int32)
-    analysis = jax.jit(lambda tokens: one(params, tokens)).lower(tokens).compile().cost_analysis()
-    step = StepMetrics(0, 0.0, 1.0, True, 1.0, 128, (), samples=128, decode_keys=128 * 128)
-    assert ModelCost(one.config, 0, 4).flops(step) == pytest.approx(analysis["flops"], rel=0.1)
-    cost = ModelCost(MODEL.config, 1000, 4)
-    chunk = StepMetrics(0, 0.0, 1.0, True, 1.0, 1, ((10, 4),), samples=1, decode_keys=7)
-    pairs = 7 + 11 + 12 + 13 + 14
-    per_key = 2 * MODEL.config.num_layers * MODEL.config.num_kv_heads * MODEL.config.head_dim * 4
-    assert cost.bytes(chunk) == 1000 + per_key * (7 + 14)
-    head_dim = MODEL.config.head_dim
-    fp8 = ModelCost(MODEL.config, 1000, 4, "float8_e4m3fn").bytes(chunk)
-    assert fp8 == 1000 + per_key * (head_dim + 4) / (4 * head_dim) * (7 + 14)
-    bare = StepMetrics(0, 0.0, 1.0, True, 1.0, 5, (), samples=1)
-    per_pair = 4 * MODEL.config.num_layers * MODEL.config.num_heads * MODEL.config.head_dim
-    assert cost.flops(chunk) - cost.flops(bare) == per_pair * pairs
-
-
-def test_utilisation_is_shown_where_the_devices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    sheet = Hardware(1e9, 1e9, memory_bandwidth=1e9)
-    monkeypatch.setattr(server_metrics, "data_sheet", lambda device: sheet)
-    engine = make_dense_engine()
-    thread = EngineThread(engine)
-    metrics = ServerMetrics("vllm", thread, "m")
-    steps: list[StepMetrics] = []
-    thread.on_step.append(lambda report: steps.append(report.metrics))
-    with thread:
-        run(thread, [Request([1, 2, 3, 4], SamplingParams(max_tokens=6, ignore_eos=True))])
-    got, seconds = fresh(metrics), sum(step.seconds for step in steps)
-    assert got.get_one("longctx:mfu_ratio") == pytest.approx(got.get_one("longctx:model_flops_total") / seconds / 1e9)
-    assert got.get_one("longctx:mbu_ratio") == pytest.approx(
-        got.get_one("longctx:model_read_bytes_total") / seconds / 1e9
-    )
-    read = sum(x.nbytes for x in jax.tree.leaves(PARAMS["layers"])) + PARAMS["embed"].nbytes
-    assert got.get_one("longctx:model_read_bytes_total") >= len(steps) * read
-
-
-def test_renderings_are_kept_for_a_quarter_of_a_second() -> None:
+def test_renderings_are_kept_for_a_while() -> None:
     metrics = ServerMetrics("vllm", EngineThread(make_engine()), "m")
-    first = metrics.render()
-    assert all(metrics.render() is first for _ in range(1000))
-    time.sleep(0.26)
-    assert metrics.render() is not first
+    first = metrics.render(max_age=60)
+    assert metrics.render(max_age=60) is first
+    assert metrics.render(max_age=0) is not first
 
 
 def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
@@ -285,7 +236,7 @@ def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:
     for scraper in scrapers:
         scraper.start()
     with thread:
-        outputs = run(thread, [Request([i % VOCAB, 2], SamplingParams(max_tokens=40)) for i in range(40)])
+        outputs = run(thread, [Request([i % VOCAB, 2], SamplingParams(max_tokens=40)) for i in range(12)])
     stop.set()
     for scraper in scrapers:
         scraper.join()

@@ -89,7 +89,7 @@ def test_who_is_on_more_ranks_is_promised_less_time() -> None:
 
 def test_the_limit_of_a_rank_follows_the_tpot_target() -> None:
     """A chunk runs beside decodes: 30 ms allow less than a decode alone could read, and 100 ms more."""
-    placer = make_instance(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.growth._placer
+    placer = make_instance(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.forecast.time.placer
     limits = [256 * placer.limit(tpot) for tpot in (0.03, 0.1, None)]
     assert limits[0] < 1_000_000
     assert limits[0] < limits[1] < limits[2]
@@ -113,7 +113,7 @@ def test_prompts_are_predicted_once_and_follow_the_correction(monkeypatch: pytes
     for factor in (1.5, 1.2):
         predictor.prompt_factor = factor
         predicted.clear()
-        forecast.heed_correction(sequences)
+        forecast.rescale_predictions(sequences)
         assert not predicted
         for sequence in sequences:
             assert sequence.prefill_remaining == pytest.approx(forecast.prefill_seconds(0, sequence.length), rel=1e-9)

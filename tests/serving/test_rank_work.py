@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.predictor import Work
-from longctx.serving.scheduler.batch import Chunk
-from longctx.serving.scheduler.rank_work import keys_by_rank, keys_on, sharded_rows, work_by_rank
+from longctx.serving.scheduler.batch import Chunk, keys_by_rank, keys_on, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 PAGE = 4

@@ -14,7 +14,7 @@ from longctx.serving.distributed import ProcessGroup
 
 
 def path_of(group: ProcessGroup) -> str:
-    return group.watchdog._relay.address.removeprefix("unix:")
+    return group.watchdog.relay.address.removeprefix("unix:")
 
 
 def echo(path: str, ready: threading.Event) -> None:

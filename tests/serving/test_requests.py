@@ -163,7 +163,7 @@ def test_a_lone_prompt_takes_the_whole_budget() -> None:
 
 def test_a_failed_engine_refuses_requests() -> None:
     engine = make_engine()
-    engine._executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
+    engine.executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPT, FIVE)
     with pytest.raises(RuntimeError, match="the engine has failed"):

@@ -1,6 +1,7 @@
 """Attention of a step's rows to pages on several ranks, by every exchange, against the dense oracle."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -139,12 +140,17 @@ def cases(draw: Any, ranks: int, most_cached: int) -> Case:
     return Case(ranks, tuple(cached), (draw(st.integers(1, 8)), *new[1:]), draw(st.integers(0, 99)))
 
 
+QUICK = [(False, 3, *EXCHANGES[0]), (True, 3, *EXCHANGES[2]), (False, 3, *EXCHANGES[4])]
+
+
 @pytest.mark.parametrize(
-    ("exchange", "message", "rounds"),
-    [pytest.param(*each, marks=pytest.mark.slow if each[1] == PAGES else ()) for each in EXCHANGES],
+    ("is_fp8", "ranks", "exchange", "message", "rounds"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for is_fp8, ranks, exchange in itertools.product((False, True), (2, 3), EXCHANGES)
+        for case in [(is_fp8, ranks, *exchange)]
+    ],
 )
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("is_fp8", [False, True])
 @settings(max_examples=6)
 @given(data=st.data())
 def test_sharded_rows_see_cached_and_new_keys(
@@ -161,8 +167,7 @@ def test_sharded_rows_see_cached_and_new_keys(
     ("ranks", "exchange", "message", "rounds"),
     [
         (3, "pass_kv", 4, 6),
-        (5, "pass_q", 0, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, "pass_kv", 4, 6), (3, "pass_q", 0, 1))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, "pass_kv", 4, 6), (5, "pass_q", 0, 1))),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, "pass_kv", 24, 1), (2, "pass_kv", 0, 1))),
     ],
 )

@@ -14,7 +14,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Metrics, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.chunking import Chunker, Chunking, smallest_chunk
 from longctx.serving.scheduler.policy import POLICIES, by_urgency, make_policy
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import Instance, Record, Simulation, VirtualExecutor
@@ -37,12 +37,18 @@ def serve(
     return Simulation([instance]).run(requests), instance
 
 
-def make_engine(**options: object) -> Engine:
+def make_engine(executor: VirtualExecutor | None = None, **options: object) -> Engine:
     """An engine in virtual time."""
-    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    executor = executor or VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
     options = {"chunking": "static"} | options
     config = EngineConfig(token_budget=BUDGET, page_size=64, num_pages=8192, **options)  # type: ignore[arg-type]
     return Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE)
+
+
+def least_chunk(instance: Instance, efficient: float) -> Callable[[int], int]:
+    """The smallest chunk, by the tokens before it, that reaches such a share of the best one's speed."""
+    chunker = instance.core.scheduler.chunker
+    return lambda start: smallest_chunk(chunker.predictor, chunker.chunking, start, efficient)
 
 
 def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
@@ -54,7 +60,7 @@ def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
 # Adaptive chunks.
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -83,7 +89,7 @@ def test_no_decode_waits_longer_than_promised(
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
     assert mixed
-    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
+    least = least_chunk(instance, 0.5)
     for step in mixed:
         # Decodes wait for just this step: it ends in time as far as predictions, corrected on the way, are right.
         assert step.seconds <= step.predicted * (1 + error) / (1 - error) + 1e-9
@@ -100,7 +106,7 @@ def test_chunks_shrink_as_the_context_grows() -> None:
     sizes = [count for _, count, _ in chunks[:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 350
-    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
+    least = least_chunk(instance, 0.5)
     assert least(0) > least(100_000) >= 1
     for at, count, step in chunks[:-1]:
         work = Work(1, 1, 10 + step.number)
@@ -127,8 +133,6 @@ def test_a_target_of_a_batch_gives_a_token_as_much_in_each_stage(stages: int) ->
     assert longest[1] > (2 * longest[0] if stages > 1 else 0)
     assert longest[1] <= 0.08
     assert Slo(tpot=None, step_seconds=None, tpot_scope="batch").per_token(4).tpot is None
-    with pytest.raises(ValueError, match="tpot_scope must be one of"):
-        Slo(tpot_scope="stage")  # type: ignore[arg-type]
 
 
 def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:
@@ -146,7 +150,7 @@ def test_without_decodes_a_step_takes_no_longer_than_those_who_come_may_wait(ste
     record, instance = serve(
         [WorkloadRequest(0.0, 60_000, 1)], chunking="adaptive", token_budget=2048, slo=Slo(step_seconds=step_seconds)
     )
-    good = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.9)
+    good = least_chunk(instance, 0.9)
     sizes = [(at, count, step.predicted) for step in record.steps for at, count in step.chunks]
     assert all(predicted <= step_seconds or count <= good(at) for at, count, predicted in sizes)
     seconds = sum(step.seconds for step in record.steps)
@@ -196,12 +200,12 @@ def saturating(count: int) -> list[WorkloadRequest]:
     ("policy", "starves"), [("srpf", True), ("edf", False), ("lrs", False), ("lrs_relative", False), ("ilrs", False)]
 )
 def test_who_starves(policy: str, starves: bool) -> None:
-    """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 330.
+    """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 110.
 
     Once the long one is read, all are 2.8 s behind: short ones are late by 1.8 times what they were promised, and by
     relative slack it is the long one's turn no sooner.
     """
-    record, _ = serve(saturating(3000), policy=policy)
+    record, _ = serve(saturating(1000), policy=policy)
     (long,) = of_length(record, LONG)
     end = max(x.arrival for x in of_length(record, BUDGET, BUDGET))
     assert long.first_token is not None
@@ -209,7 +213,7 @@ def test_who_starves(policy: str, starves: bool) -> None:
     if starves:
         assert long.first_token > end
     else:
-        assert long.first_token < (1.5 if policy in ("edf", "lrs") else 4) * long.ttft_deadline < end / 4
+        assert long.first_token < (1.5 if policy in ("edf", "lrs") else 4) * long.ttft_deadline < end / 1.5
 
 
 def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
@@ -229,10 +233,9 @@ def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
 
 
 def test_priority_comes_before_urgency() -> None:
+    low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
     for policy in POLICIES:
-        chunker = Chunker(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
-        low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
-        assert list(by_urgency(chunker.policy, [low, high], 1.0)) == [high, low]
+        assert list(by_urgency(make_policy(policy, 0.5), [low, high], 1.0)) == [high, low]
 
 
 @pytest.mark.slow
@@ -260,9 +263,8 @@ def test_more_than_can_be_done_of_a_mix() -> None:
 
 def test_a_slow_reader_is_no_slow_device() -> None:
     requests = [WorkloadRequest(0.0, 600, 50, number=i) for i in range(3)]
-    engine = make_engine()
-    executor = engine._executor
-    assert isinstance(executor, VirtualExecutor)
+    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    engine = make_engine(executor)
     for request in requests:
         engine.submit(Request(request.tokens(50).tolist(), SamplingParams(max_tokens=50, ignore_eos=True)))
     while engine.has_work:
@@ -338,9 +340,9 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
 
 @pytest.mark.parametrize(("tokens", "number"), [(60, 1), (60, 4), (200, 1)])
 def test_a_fresh_short_prompt_gets_what_it_needs_to_be_in_time(tokens: int, number: int) -> None:
-    """A step of the long prompt takes 0.3 to 0.5 s, and it is due soon, so that short ones, which are due after 1 s,
-    come first only when they have used up 0.8 s. With what they have used up of their slack when they come, 2 to 5 % of
-    a step, they would be late.
+    """A step of the long prompt, which is due soon, takes 0.3 to 0.5 s, and short ones are due after 1 s.
+
+    By what they have used up of their slack when they come, 2 to 5 % of a step, they would be late.
     """
     long = WorkloadRequest(0.0, 100_000, 1)
     requests = [WorkloadRequest(20.0 + 3.1 * (i // number), tokens, 1, number=i + 1) for i in range(8 * number)]
@@ -424,9 +426,6 @@ def test_a_device_that_takes_no_time() -> None:
     assert tokens_of(chunker, [prompt(0, 100)], [decode], 0.0).popitem()[1] == 100
 
 
-# The papers' settings.
-
-
 def test_settings_of_the_papers() -> None:
     """A long prompt, a decode and short prompts: whole prompts, static chunks, and steps within a target."""
     requests = [WorkloadRequest(0.0, 100, 400), WorkloadRequest(0.1, 60_000, 1, number=1)]
@@ -490,11 +489,10 @@ def test_what_cannot_be_met_is_refused() -> None:
     (output,) = make_engine(slo=Slo(tpot=0.001)).generate([[1] * 10])  # a default is what the device can keep
     assert output.metrics.tpot_target == pytest.approx(2 * DEVICE.seconds(Work.of([(10, 1, True)])), rel=0.05)
     assert output.metrics.kept_tpot
-    with pytest.raises(ValueError, match="ttft_factor must be finite and 1 to inf"):
-        Slo(ttft_factor=0.5)
     for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -2}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Request([1], **change)  # type: ignore[arg-type]
-    for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}, {"step_seconds": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            Slo(**change)
+    wrong = {"ttft_factor": 0.5, "ttft_least": -1.0, "tpot": float("nan"), "step_seconds": 0.0, "tpot_scope": "stage"}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Slo(**{name: value})  # type: ignore[arg-type]

@@ -65,10 +65,10 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("length", [45, 40, 41, 3])
+@pytest.mark.parametrize("length", [45, 40, 3])
 def test_completions_share_the_pages_of_their_prompt(length: int, prefix_cache: bool) -> None:
     engine = make_engine(page_size=8, prefix_cache=prefix_cache)
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, FakeExecutor)
     device = executor.runner
     assert isinstance(device, FakeDevice)
@@ -105,11 +105,11 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"])
+@pytest.mark.parametrize("policy", ["fcfs", "srpf", "ilrs"])
 def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan) -> None:
     """Requests that arrive together, whose prompts begin alike."""
     engine = make_engine(60, 4, plan, policy=policy, max_running=6)
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor.runner, FakeDevice)  # type: ignore[attr-defined]
     five = SamplingParams(max_tokens=5, ignore_eos=True)
     prompts = [[*PROMPT[:40], i, i + 1] for i in range(6)]
@@ -185,7 +185,7 @@ class Bursts(Workload):
             super().submit()
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 2**20),
     plan=st.sampled_from(PLANS),
@@ -195,7 +195,7 @@ class Bursts(Workload):
 )
 def test_random_bursts(seed: int, plan: ParallelPlan, policy: str, admission: str, run_ahead: int) -> None:
     engine = make_engine(90, 2, plan, policy=policy, admission=admission, run_ahead=run_ahead)
-    Bursts(engine, seed).run(120)
+    Bursts(engine, seed).run(80)
 
 
 def test_the_next_turn_finds_the_partial_page_too() -> None:
@@ -228,19 +228,6 @@ def test_a_turn_that_differs_within_the_partial_page_uses_what_is_equal() -> Non
     (second,) = engine.generate([Request(changed, TEN, session_id="s")])
     assert second.metrics.cached_tokens == 23
     assert second.token_ids == expected_tokens(changed, TEN)
-
-
-def test_a_tail_without_its_prefix_is_of_no_use() -> None:
-    engine = make_engine(page_size=16, num_pages=40)
-    (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
-    pool = engine.scheduler.pool
-    head = next(page for page in reversed(pool._idle[0]))  # the head of the chain goes last: take it by force
-    pool.forget(head)
-    del pool._idle[0][head]
-    pool._free[0].append(head)
-    (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids + [1], TEN, session_id="s")])
-    assert second.metrics.cached_tokens == 0
-    assert second.token_ids == expected_tokens(PROMPT[:21] + first.token_ids + [1], TEN)
 
 
 def test_an_idle_conversation_makes_room() -> None:

@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import pytest
 from compilations import count_compilations
 from dense_oracle import LENGTH, Oracle, make_model
 from hypothesis import given, settings
@@ -48,7 +49,8 @@ def settle(engine: Engine) -> None:
         engine.step()
 
 
-@settings(max_examples=3)
+@pytest.mark.slow  # `test_tier_engine` has pages of one plan in another, and `test_page_transfer` every part of pages
+@settings(max_examples=5)
 @given(
     one=st.sampled_from(PLANS),
     other=st.sampled_from(PLANS),
@@ -82,7 +84,7 @@ def test_evicted_pages_come_back_while_others_run() -> None:
     engine = make_engine(store, ParallelPlan(2, 1, 2))
     documents = [random.integers(0, 50, 60).tolist() for _ in range(5)]
     loaded = 0
-    for _ in range(4):
+    for _ in range(3):
         prompts = [[*documents[random.integers(5)], *random.integers(0, 50, 5).tolist()] for _ in range(3)]
         outputs = engine.generate(prompts, SAMPLING)
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -44,7 +44,7 @@ def test_a_tenant_finds_no_page_of_another_in_any_tier(tmp_path: Path) -> None:
         assert cold[:2] == (0, 0)
         ask(engine, tenant="alice")
         if folder is not None:
-            engine.pages.store._host.clear()  # type: ignore[union-attr]
+            engine.pages.store.evict(lambda key: True)  # type: ignore[union-attr]
         assert ask(engine, tenant="alice")[:2] == (36, 9)
         for other in (
             {"tenant": "bob"},
@@ -72,18 +72,6 @@ def test_whoever_has_not_the_secret_finds_nothing_on_a_disk(tmp_path: Path) -> N
     os.umask(old)
     for path in tmp_path.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_requests_that_share_no_pages_leave_none(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path)
-    request = Request(PROMPT, FIVE, shares_pages=False)
-    for _ in range(2):
-        (output,) = engine.generate(request)
-        settle(engine)
-        assert output.metrics.cached_tokens == 0
-    assert engine.stats().pages_cached == 0
-    assert not list(tmp_path.rglob("*.pages"))
-    engine.pages.close()
 
 
 # Modules and calls that make objects, and so run code, of bytes.
@@ -124,7 +112,7 @@ def test_a_file_that_is_a_pickle_is_no_file_of_pages(tmp_path: Path, contents: b
     engine = engine_of(tmp_path)
     ask(engine)
     engine.pages.close()
-    paths = [*tmp_path.rglob("*.pages")]
+    paths = [*tmp_path.rglob("*.page")]
     for path in paths:
         path.write_bytes(contents)
     engine = engine_of(tmp_path)

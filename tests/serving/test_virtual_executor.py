@@ -8,6 +8,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import VirtualExecutor
+from longctx.simulation.instance.virtual_executor import DeviceSpeed
 
 STAGES = 4
 MODEL = Llama(LlamaConfig(50, 8, 8, 4, 1, 1, 8, max_positions=10_000))
@@ -51,10 +52,13 @@ def serve(
 @pytest.mark.parametrize("run_ahead", [1, 2, 4])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_token_takes_all_stages(stages: int, run_ahead: int) -> None:
-    (output,), executor = serve([8], 5, per_stage, stages, run_ahead=run_ahead)
+    """And a step one tick, also where the engine waits for several, since other stages are idle."""
+    steps: list[StepMetrics] = []
+    (output,), executor = serve([8], 5, per_stage, stages, steps.append, run_ahead=run_ahead)
     assert output.metrics.ttft == pytest.approx(stages * 10e-3)
     assert output.metrics.tpot == pytest.approx(stages * 10e-3)
     assert executor.now == pytest.approx(5 * stages * 10e-3)
+    assert [step.seconds for step in steps] == pytest.approx([10e-3] * 5)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7])
@@ -92,11 +96,11 @@ def test_stages_must_be_positive() -> None:
         VirtualExecutor(per_stage, 50, 0)
 
 
-@pytest.mark.parametrize("run_ahead", [1, 2, 4])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_step_is_one_tick_long(stages: int, run_ahead: int) -> None:
-    """Also where the engine waits for several ticks, since other stages are idle."""
-    steps: list[StepMetrics] = []
-    _, executor = serve([8], 20, per_stage, stages, steps.append, run_ahead=run_ahead)
-    assert executor.now == pytest.approx(20 * stages * 10e-3)
-    assert [step.seconds for step in steps] == pytest.approx([10e-3] * 20)
+def test_a_slow_moment_meets_whatever_runs_then() -> None:
+    speed = DeviceSpeed([(10.0, 11.0, 1.0), (11.0, 14.0, 1.0), (20.0, 20.5, 1.0)])
+    assert speed.seconds(10.0, 1.0) == pytest.approx(1.0)
+    assert speed.seconds(11.0, 1.0) == pytest.approx(3.0)
+    assert speed.seconds(10.5, 1.0) == pytest.approx(0.5 + 1.5)
+    assert speed.seconds(15.0, 2.0) == pytest.approx(2.0)  # nothing was measured then
+    assert speed.seconds(20.0, 2.0) == pytest.approx(0.5 + 1.0)
+    assert speed.seconds(100.0, 2.0) == pytest.approx(2.0)

@@ -17,13 +17,22 @@ Follows = Callable[[list[int], list[int], SamplingParams, int], list[bool]]
 
 
 class Workload:
-    """Random requests, cancels and steps on one engine; every event is checked as it comes."""
+    """Random requests, cancels and steps on one engine; every event is checked as it comes.
+
+    Args:
+      prime: is told, before the oracle is asked, what tokens probably are right, and how many of them the prompt has.
+    """
 
     def __init__(
-        self, engine: Engine, seed: int, oracle: Oracle = expected_tokens, follows: Follows | None = None
+        self,
+        engine: Engine,
+        seed: int,
+        oracle: Oracle = expected_tokens,
+        follows: Follows | None = None,
+        prime: Callable[[list[int], int], object] = lambda tokens, first: None,
     ) -> None:
         self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
-        self.follows, self.drawn = follows, list[bool]()
+        self.prime, self.follows, self.drawn = prime, follows, list[bool]()
         self.open: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: Counter[tuple[str, int]] = Counter()
@@ -120,6 +129,7 @@ class Workload:
     def expected(self, request: Request, completion: int, tokens: list[int]) -> list[int]:
         """What a request's tokens should be; with `follows`, which has checked them, how far they should go."""
         if self.follows is None:
+            self.prime([*request.prompt, *tokens], len(request.prompt))
             return self.oracle(list(request.prompt), request.sampling, completion, EOS)
         ends = [at for at, token in enumerate(tokens, 1) if token == EOS and not request.sampling.ignore_eos]
         length = min([*ends, request.sampling.max_tokens])
@@ -131,12 +141,13 @@ class Workload:
         running = list(scheduler.running)
         held = Counter(page for sequence in running for page in sequence.pages)
         pool = scheduler.pool
-        assert {page: n for page, n in enumerate(pool._references) if n} == held
+        assert pool.num_held == len(held)
+        assert all(pool.is_held_alone(page) == (count == 1) for page, count in held.items())
         assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]
         free = scheduler.running.slots
-        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.resting]
+        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.draining]
         assert sorted(slots) == list(range(self.engine.config.max_running))
-        assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
+        assert pool.num_available + pool.num_reserved + len(held) == pool.num_pages
         for sequence in running:
             on = [pool.rank_of(page) for page in sequence.pages]
             assert sequence.ranks == tuple(sorted({*on}))
@@ -151,10 +162,9 @@ class Workload:
         pool = self.engine.scheduler.pool
         assert pool.num_held == pool.num_reserved == 0
         assert pool.num_available == pool.num_pages
-        assert not any(pool._references)
         pool.clear()
         assert pool.num_cached == 0
-        assert sorted(page for free in pool._free for page in free) == list(range(pool.num_pages))
+        assert pool.num_available == pool.num_pages
 
     def run(self, events: int) -> None:
         self.act(events)

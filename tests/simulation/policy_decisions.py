@@ -23,7 +23,7 @@ from longctx.serving.engine.build import build_core
 from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
@@ -57,8 +57,8 @@ CASES = {
     ),
     "shared_prefixes": Case({"num_pages": 26, "max_running": 8, "admission": "optimistic"}),
 }
-PREDICTOR = RuntimePredictor(
-    tuple(Program(rows, 2**-9 + rows * 2**-15, (1, 64), (2**-22, 2**-20), 2**-16) for rows in (8, 16, 32, 64, 128, 256))
+PREDICTOR = RuntimePredictor.of_rows(
+    {rows: 2**-9 + rows * 2**-15 for rows in (8, 16, 32, 64, 128, 256)}, (1, 64), (2**-22, 2**-20), 2**-16
 )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan
-from longctx.simulation.cluster import Change, ClusterDeployment, ClusterSettings
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.cluster import Change, ClusterSettings
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.record import Record
 from longctx.simulation.workloads import Lengths, arrive_at_rate, make_conversations, make_mix, synthesize

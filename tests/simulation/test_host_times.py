@@ -4,7 +4,7 @@ import pytest
 
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.serving.predictor import RuntimePredictor
 from longctx.simulation import HostTimes, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -14,7 +14,7 @@ HOST = {"request": 1e-3, "batch": 2e-3, "results": 3e-3}
 
 def serve(device: float, run_ahead: int, requests: list[WorkloadRequest], **more: bool) -> Record:
     """Every batch takes the devices so many seconds."""
-    predictor = RuntimePredictor((Program(64, device, (64,), (0.0,), 0.0),))
+    predictor = RuntimePredictor.of_rows({64: device}, (64,), (0.0,))
     config = EngineConfig(num_pages=64, token_budget=64, max_running=4, run_ahead=run_ahead, prefix_cache=False)
     return Simulation([Instance(MODEL, config, predictor, host=HostTimes(**HOST, **more))]).run(requests)
 

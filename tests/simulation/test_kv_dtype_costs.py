@@ -1,20 +1,19 @@
 """FP8 pages in predictions and simulations: fewer bytes of a token, in memory, in decodes and on links."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.models.footprint import cache_bytes, kv_row_bytes
+from longctx.parallel.device_tables import Link
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dict
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.work import Work
-from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
-from longctx.simulation.deployment import BaselineDeployment, Deployment
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
 from longctx.simulation.utilization import max_tokens, model_bytes
@@ -46,9 +45,8 @@ def test_decodes_read_half_and_prompts_take_as_long() -> None:
 
 def test_keys_travel_in_as_many_bytes_as_they_are_kept() -> None:
     """Queries and states are as wide as ever."""
-    slow = dataclasses.replace(GPUS["H100"], bandwidth=1e9, latency=0.0)
-    sizes: dict[str, Any] = {"context": 4, "efficiency": 1.0}
-    plain, fp8 = (roofline(LLAMA, slow, 512, kv_dtype=dtype, **sizes) for dtype in (None, FP8))
+    slow = Topology(RDMA.device, {"context": Link("slow", 1e9, share=1.0)})
+    plain, fp8 = (roofline(LLAMA, slow, 512, kv_dtype=dtype, context=4) for dtype in (None, FP8))
     work = Work().with_sharded(1 << 20, 2048, 4, 1 << 18, True, "pass_kv", 512)
     assert plain.exchange is not None
     assert fp8.exchange is not None
@@ -121,4 +119,4 @@ def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
 
 def test_baselines_have_none() -> None:
     with pytest.raises(ValueError, match="kv_dtype must be None with a baseline"):
-        BaselineDeployment(LLAMA, RDMA, ParallelPlan(tensor=8), EngineConfig(kv_dtype=FP8), baseline="vllm")
+        Deployment(LLAMA, RDMA, ParallelPlan(tensor=8), EngineConfig(kv_dtype=FP8), baseline="vllm")

@@ -12,14 +12,12 @@ from longctx.simulation.workloads import (
     Quantiles,
     WorkloadRequest,
     arrive_at_rate,
-    arrive_like,
-    check_followers,
+    check_arrivals,
     closed_loop,
     jitter_arrivals,
     keep_requests,
     make_conversations,
     make_mix,
-    mix_requests,
     scale_lengths,
 )
 
@@ -48,20 +46,9 @@ def test_quantiles_must_rise(points: tuple[tuple[float, int], ...]) -> None:
         Quantiles(*points)
 
 
-def test_lists_are_mixed_by_share_with_their_prefixes() -> None:
-    shared = [WorkloadRequest(0.0, 1024, 5, (3, 4))]
-    mixed = mix_requests(short(10), shared, 0.25, 4000, seed=2)
-    assert sum(x.blocks == (3, 4) for x in mixed) / 4000 == pytest.approx(0.25, abs=0.03)
-    assert [x.number for x in mixed] == list(range(4000))
-    with pytest.raises(ValueError, match="short and long must have requests"):
-        mix_requests(short(1), [], 0.1, 5)
-    with pytest.raises(ValueError, match="long_share must be finite and 0 to 1"):
-        mix_requests(short(1), shared, 1.5, 5)
-
-
 def test_a_closed_loop_keeps_as_many_requests_as_users() -> None:
     looped = closed_loop(short(7), users=3, delay=2.0, start=3.0)
-    check_followers(looped)
+    check_arrivals(looped)
     assert [x.arrival for x in looped if x.after is None] == [0, 1, 2]
     assert {x.number: x.after for x in looped if x.after is not None} == {3: 0, 4: 1, 5: 2, 6: 3}
     assert {x.session for x in looped} == {"user-0", "user-1", "user-2"}
@@ -75,7 +62,7 @@ def test_conversations_grow_by_prompts_and_answers() -> None:
     turns = make_conversations(
         3, Lengths(3, 3), Lengths(700, 900), Lengths(10, 20), Lengths(50, 50), delay=4.0, shared_prefix=1024, seed=5
     )
-    check_followers(turns)
+    check_arrivals(turns)
     for first, second in itertools.pairwise(turns):
         if second.session == first.session:
             assert second.after == first.number
@@ -99,16 +86,8 @@ def test_who_followed_a_request_that_is_left_out_follows_whom_that_one_followed(
     kept = keep_requests(chain, lambda x: x.number != 2)
     assert [(x.number, x.after, x.delay) for x in kept] == [(0, None, 0.0), (1, 0, 1.0), (3, 1, 5.0)]
     assert [(x.number, x.after) for x in keep_requests(chain, lambda x: x.number > 1)] == [(2, None), (3, 2)]
-    with pytest.raises(ValueError, match="request 3 follows request 2, which is not in the workload"):
-        check_followers([chain[3]])
-
-
-def test_arrivals_follow_a_trace() -> None:
-    trace = [WorkloadRequest(t, 5, 5, number=n) for n, t in enumerate([10.0, 11.0, 14.0, 20.0])]
-    assert [x.arrival for x in arrive_like(short(3), trace)] == [10, 11, 14]
-    assert [x.arrival for x in arrive_like(short(3), trace, rate=0.25)] == [0, 2, 8]
-    with pytest.raises(ValueError, match="trace must have arrivals for 5 requests, got 4"):
-        arrive_like(short(5), trace)
+    with pytest.raises(ValueError, match="must follow one that stands before it"):
+        check_arrivals([chain[3]])
 
 
 def test_ticks_are_jittered_by_seed() -> None:

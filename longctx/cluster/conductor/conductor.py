@@ -20,7 +20,7 @@ from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decisi
 from longctx.cluster.conductor.state import ClusterState, InstanceState, InstanceView, OpenRequest
 from longctx.cluster.conductor.upkeep import RoleRule, Swap, Swapper
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.serving.validation import check_integer, check_real
+from longctx.models.validation import check_integer, check_real
 
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from longctx.serving.validation import AboveZero, Count, Range, Share, check_fields, check_real, shown
+from longctx.models.validation import check_real, shown
+from longctx.serving.validation import AboveZero, Count, Range, Share, check_fields
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = get_args(Role)

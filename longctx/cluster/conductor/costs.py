@@ -6,10 +6,10 @@ from math import inf
 
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
+from longctx.models.validation import check_integer, check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.predictor.work import Work
-from longctx.serving.validation import check_integer, check_real
 
 _REMEMBERED = 2**14  # prompts: many of a time have the same lengths, and all instances are asked for each
 _ONE_DEVICE = ParallelPlan()

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.prefix_index.index import TIERS
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
-
-"""The stages that an instance computes: prompts, answers, or both (a coupled one decodes what it prefills)."""
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.serving.validation import AboveZero, Range, check_fields
 
 
 @runtime_checkable
@@ -48,19 +47,31 @@ class InstanceSpec:
       latency: seconds until the first byte of a transfer comes.
       cache_blocks: that it has room for on its device, in host memory and on disk; 0: the conductor leaves the tier
         alone, which evicts by itself what it has no room for.
+
+    Raises:
+      TypeError, ValueError: a field is of another type or out of range.
     """
 
     name: str
     role: Role
     costs: Costs
-    block_size: int
-    decode_tokens: int
-    max_running: int
-    bandwidth: float
-    latency: float = 0.0
+    block_size: Annotated[int, Range(1, MAX_INT32)]
+    decode_tokens: Annotated[int, Range(0, sys.maxsize)]
+    max_running: Annotated[int, Range(1, sys.maxsize)]
+    bandwidth: AboveZero
+    latency: Annotated[float, Range(0)] = 0.0
     fingerprint: str = ""
     kv_dtype: str = ""
     cache_blocks: tuple[int, int, int] = (0, 0, 0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.name:
+            raise ValueError("name must not be empty")
+        if len(self.cache_blocks) != len(TIERS):
+            raise ValueError(f"cache_blocks must be of {', '.join(TIERS)}, got {shown(self.cache_blocks)}")
+        for tier, blocks in zip(TIERS, self.cache_blocks, strict=True):
+            check_integer(f"cache_blocks of {tier}", blocks, 0)
 
 
 class Report(NamedTuple):
@@ -83,22 +94,9 @@ def check_joins(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> None:
     """Check an instance that joins a cluster.
 
     Raises:
-      TypeError, ValueError: a field or a cost is out of range, or it does not go together with another instance, which
-        the message names.
+      TypeError, ValueError: a cost is out of range, or it does not go together with another instance, which the message
+        names.
     """
-    if not check_text("name", spec.name):
-        raise ValueError("name must not be empty")
-    check_role(spec.role)
-    check_integer("block_size", spec.block_size, 1, MAX_INT32)
-    check_integer("decode_tokens", spec.decode_tokens, 0, sys.maxsize)
-    check_integer("max_running", spec.max_running, 1, sys.maxsize)
-    if not check_real("bandwidth", spec.bandwidth, 0) > 0:
-        raise ValueError(f"bandwidth must be more than 0, got {shown(spec.bandwidth)}")
-    check_real("latency", spec.latency, 0)
-    if len(spec.cache_blocks) != len(TIERS):
-        raise ValueError(f"cache_blocks must be of {', '.join(TIERS)}, got {shown(spec.cache_blocks)}")
-    for tier, blocks in zip(TIERS, spec.cache_blocks, strict=True):
-        check_integer(f"cache_blocks of {tier}", blocks, 0)
     costs, block = spec.costs, spec.block_size
     for tokens in (block, 100 * block):
         check_real(f"prefill_seconds of {tokens} tokens", costs.prefill_seconds(0, tokens), 0)

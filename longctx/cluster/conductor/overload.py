@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from longctx.cluster.conductor.config import ConductorConfig, PrefillLoad
 from longctx.cluster.conductor.request import Bound
 from longctx.cluster.conductor.state import NO_DECODES, ClusterState, Decodes, InstanceState, OpenRequest
-from longctx.serving.validation import check_real
+from longctx.models.validation import check_real
 
 _ROUNDING = 1e-9  # shares of requests, summed up, may be so far from a whole number
 _LEAST_RETRY = 0.1  # seconds: estimates are not better than that

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from longctx.cluster.conductor.config import Role
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.serving.validation import check_text
 
 Bound = Literal["ttft", "tbt", "memory", "prefill_load", "decode_load", "no_instance"]
 """The limit that forbids a request: its TTFT or TBT, memory for its KV cache, a pool's load, or no instance."""

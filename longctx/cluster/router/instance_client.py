@@ -9,11 +9,11 @@ import msgspec
 
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.router.http_stream import Head, HttpStream
+from longctx.models.validation import check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
-from longctx.serving.validation import check_real
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
@@ -132,18 +132,6 @@ class LoadInfo(msgspec.Struct):
     request_ids: list[str]
     token_usage: float = 0.0
     draining: bool = False
-
-
-def check_url(url: str) -> str:
-    """Return the URL of a server without a slash at its end; ValueError: it is none."""
-    try:
-        parts = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"url must be http://HOST:PORT, got {str(url)[:100]!r}: {error}") from None
-    is_odd = parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment
-    if is_odd or not 0 < (parts.port or 80) < 2**16:
-        raise ValueError(f"url must be http://HOST:PORT, got {url[:100]!r}")
-    return str(parts).rstrip("/")
 
 
 class InstanceClient:

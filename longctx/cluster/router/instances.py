@@ -19,7 +19,8 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.prefix_index.reader import KvEventReader
-from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, check_url
+from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
+from longctx.cluster.server_url import check_server_url
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Instances:
         Raises:
           ValueError: the URL, name or role is none, or the name is another one's.
         """
-        url = check_url(url)
+        url = check_server_url("url", url)
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
         known = next((each for each in self.by_name.values() if each.client.url == url), None)
@@ -234,20 +235,21 @@ class Instances:
         if same is not None:
             raise ProtocolError(f"it is {same.name} by another address, {same.client.url}")
         load = await instance.client.load()
-        spec = InstanceSpec(
-            name=instance.name,
-            role=instance.role,
-            costs=await instance.client.costs(info),
-            block_size=info.page_size,
-            decode_tokens=info.max_total_num_tokens,
-            max_running=info.max_running,
-            bandwidth=self._bandwidth,
-            latency=self._latency,
-            fingerprint=info.kv_transfer.fingerprint,
-            kv_dtype=info.kv_transfer.kv_dtype,
-            cache_blocks=info.cache_blocks,
-        )
+        costs = await instance.client.costs(info)
         try:
+            spec = InstanceSpec(
+                name=instance.name,
+                role=instance.role,
+                costs=costs,
+                block_size=info.page_size,
+                decode_tokens=info.max_total_num_tokens,
+                max_running=info.max_running,
+                bandwidth=self._bandwidth,
+                latency=self._latency,
+                fingerprint=info.kv_transfer.fingerprint,
+                kv_dtype=info.kv_transfer.kv_dtype,
+                cache_blocks=info.cache_blocks,
+            )
             self._conductor.join(spec, time.monotonic())
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from None

@@ -88,7 +88,7 @@ class RoutedRequest:
         self._arrival, self._sink = arrival, sink
         seed = prepared.request.sampling.seed
         seed = _seeds.randrange(2**31) if seed is None else seed
-        self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
+        self._relayed = RelayedOutputs(prepared, request.request_id, arrival, seed)
         self._check = _EventCheck(prepared, routing.vocab_size)
         self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
         self._last_token: dict[int, float] = {}

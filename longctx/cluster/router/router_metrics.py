@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
@@ -20,11 +20,8 @@ from longctx.serving.server.series import (
     Histogram,
     RenderedMetrics,
     counter,
-    counters,
     gauge,
-    gauges,
     one_two_five,
-    table,
 )
 from longctx.serving.server.settings import check_prefix
 
@@ -171,35 +168,33 @@ class RouterMetrics(RenderedMetrics):
         ):
             yield counter(prefix + name, help, labels, value)
         ends = dict(stats.ends)
-        yield counters(prefix + "request_success", "Completions that ended.", labels, "finished_reason", ends)
+        yield counter(prefix + "request_success", "Completions that ended.", labels, ends, "finished_reason")
         for name, histogram in stats.histograms.items():
             yield histogram.family(prefix + name, labels)
         refused = "Requests refused."
-        yield counters("longctx:requests_refused", refused, labels, "reason", dict(stats.refusals))
+        yield counter("longctx:requests_refused", refused, labels, dict(stats.refusals), "reason")
 
     def _of_instances(self) -> Iterator[Metric]:
         labels = self._labels
         states = Counter((each.role, each.state) for each in self._instances)
-        yield table(GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), states)
+        yield gauge(PREFIX + "instances", "Instances.", labels, states, "role", "state")
         now = time.monotonic()
         up = {(each.name, each.role): float(each.state == "open") for each in self._instances}
-        yield table(
-            GaugeMetricFamily, PREFIX + "instance_up", "Whether it takes requests.", labels, ("instance", "role"), up
-        )
+        yield gauge(PREFIX + "instance_up", "Whether it takes requests.", labels, up, "instance", "role")
         views = self._conductor.instances(now)
         for name, help in _VIEWS:
             values = {view.name: float(getattr(view, name)) for view in views}
-            yield gauges(f"{PREFIX}instance_{_NAMES.get(name, name)}", help, labels, "instance", values)
+            yield gauge(f"{PREFIX}instance_{_NAMES.get(name, name)}", help, labels, values, "instance")
         blocks: dict[tuple[str, ...], float] = {}
         for view in views:
             for tier in TIERS:
                 blocks[view.name, tier] = self._index.blocks(view.name, tier)
         help = "Blocks that an instance has, by its KV events."
-        yield table(GaugeMetricFamily, PREFIX + "instance_blocks", help, labels, ("instance", "tier"), blocks)
+        yield gauge(PREFIX + "instance_blocks", help, labels, blocks, "instance", "tier")
         yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, self._index.num_blocks)
         yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, self._index.num_bytes)
         loads = self._conductor.loads(now)._asdict()
-        yield gauges(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, "pool", loads)
+        yield gauge(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, loads, "pool")
 
     def _of_decisions(self) -> Iterator[Metric]:
         labels, stats, policy = self._labels, self._stats, self._policy_name
@@ -208,13 +203,13 @@ class RouterMetrics(RenderedMetrics):
             placed[policy, "prefill", prefill] += count
             placed[policy, "decode", decode] += count
         help, columns = "Requests that were placed on an instance.", ("policy", "stage", "instance")
-        yield table(CounterMetricFamily, PREFIX + "assignments", help, labels, columns, placed)
+        yield counter(PREFIX + "assignments", help, labels, placed, *columns)
         help = "Prefixes that one instance sent another before its prefill."
-        yield table(CounterMetricFamily, PREFIX + "transfers", help, labels, ("source", "instance"), stats.transfers)
+        yield counter(PREFIX + "transfers", help, labels, stats.transfers, "source", "instance")
         help = "Requests that were rejected, by what binds and before which stage."
-        yield table(CounterMetricFamily, PREFIX + "rejections", help, labels, ("bound", "stage"), stats.rejections)
+        yield counter(PREFIX + "rejections", help, labels, stats.rejections, "bound", "stage")
         help = "Requests that an instance did not bring to their end."
-        yield table(CounterMetricFamily, PREFIX + "failures", help, labels, ("instance", "reason"), stats.failures)
+        yield counter(PREFIX + "failures", help, labels, stats.failures, "instance", "reason")
         for name, help, count in (
             ("retries", "How often a request went on elsewhere.", stats.retries),
             ("role_changes", "Roles of instances that were changed by load.", stats.role_changes),

@@ -15,7 +15,7 @@ from longctx.cluster.router.instances import Instance
 from longctx.cluster.router.server import RouterServer
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
-from longctx.serving.server.app import COMMON_BODIES, app_of
+from longctx.serving.server.app import app_of
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.page_feed import PageFeed
 from longctx.serving.server.routes.page import PageModel, page_routes
@@ -50,7 +50,7 @@ class RoleBody(InstanceBody):
 def make_router_app(server: RouterServer) -> FastAPI:
     """Make the ASGI app of a router."""
     routers = [_cluster_router(server), _loads_router(server), _page_router(server)]
-    return app_of(server, routers, [*COMMON_BODIES, InstanceBody, RegisterBody, RoleBody])
+    return app_of(server, routers)
 
 
 def _cluster_router(server: RouterServer) -> APIRouter:

@@ -10,10 +10,10 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.cluster.transfer.arrivals import Arrivals
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -41,6 +41,7 @@ class LocalReceiver:
     Examples:
       >>> import threading
       >>> from concurrent.futures import Future
+      >>> from types import SimpleNamespace
       >>> import numpy as np
       >>> from longctx.cluster.transfer import Lease, LocalReceiver, make_lease_id
       >>> from longctx.serving.kv_cache.connector import PageBlock
@@ -48,19 +49,12 @@ class LocalReceiver:
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
       >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
-      >>> class Shelf:
-      ...     def open(self, lease_id):
-      ...         return lease
-      ...     def num_ready(self, lease_id):
-      ...         return len(pages)
-      ...     def read(self, lease_id, first, stop, layers):
-      ...         read = Future()
-      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
-      ...         return read
-      ...     def release(self, lease_id):
-      ...         pass
+      >>> read = Future()
+      >>> read.set_result([PageBlock(0, layout.whole, pages)])
+      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
       >>> receiver = LocalReceiver(layout)
-      >>> source = receiver.source(Shelf(), lease.lease_id)
+      >>> source = receiver.source(shelf, lease.lease_id)
       >>> woken = threading.Event()
       >>> fetch = source.fetch(keys, woken.set)
       >>> while not fetch.is_over:
@@ -127,7 +121,8 @@ class LocalSource:
         def run() -> None:
             arrivals.end(self._copy(list(keys), arrivals, window, closed))
 
-        arrivals = Arrivals(len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats)
+        on_taken, on_outcome = lambda tag: window.release(), receiver.stats.add_outcome
+        arrivals = Arrivals(len(keys), receiver.part, wake, on_taken, on_close, on_outcome)
         threading.Thread(target=run, name="longctx local transfer", daemon=True).start()
         return arrivals
 

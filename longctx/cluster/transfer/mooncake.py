@@ -24,7 +24,7 @@ import numpy as np
 
 from longctx import extras
 from longctx.cluster.transfer.messages import Place
-from longctx.serving.validation import check_integer
+from longctx.models.validation import check_integer
 
 _LOG = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed
@@ -212,10 +212,6 @@ class MooncakeStore:
     def put(self, name: bytes, value: bytes) -> bool:
         """Keep a value; returns whether it was kept."""
         return bool(self._store.put(name.hex(), value) == 0)
-
-    def close(self) -> None:
-        """Leave the store, and take this machine's segment along."""
-        self._store.close()
 
 
 def open_store(url: str) -> MooncakeStore:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from longctx.models.validation import check_integer, check_real
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.validation import check_integer, check_real
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from longctx.cluster.transfer.arrivals import Arrivals
 from longctx.cluster.transfer.messages import (
     Block,
     Corrupt,
@@ -23,6 +22,7 @@ from longctx.cluster.transfer.messages import (
 )
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network, Socket
+from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -58,7 +58,7 @@ class RemoteFetch(Arrivals):
         on_close: Callable[["RemoteFetch"], None],
         stats: TransferStats,
     ) -> None:
-        super().__init__(len(keys), part, wake, on_taken, lambda: on_close(self), stats)
+        super().__init__(len(keys), part, wake, on_taken, lambda: on_close(self), stats.add_outcome)
         self.keys, self.part, self.deadline = keys, part, deadline
         self.streams: list[Stream] = []
 

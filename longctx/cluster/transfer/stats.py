@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from typing import Literal
+from typing import Literal, get_args
 
 Outcome = Literal["complete", "dropped", "ended", "refused", "lost", "late", "corrupt", "malformed", "failed"]
 """How a transfer ended.
@@ -18,9 +18,7 @@ Examples:
   >>> get_args(Outcome)[:2]
   ('complete', 'dropped')
 """
-OUTCOMES: tuple[Outcome, ...] = (
-    "complete", "dropped", "ended", "refused", "lost", "late", "corrupt", "malformed", "failed",
-)  # fmt: skip
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 """All values of `Outcome`.
 
 Examples:

@@ -98,6 +98,7 @@ class PageReceiver(SocketThread):
     Examples:
       >>> import threading
       >>> from concurrent.futures import Future
+      >>> from types import SimpleNamespace
       >>> import numpy as np
       >>> from longctx.cluster.transfer import Lease, make_lease_id, PageReceiver, PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
@@ -105,18 +106,11 @@ class PageReceiver(SocketThread):
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
       >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
-      >>> class Shelf:
-      ...     def open(self, lease_id):
-      ...         return lease
-      ...     def num_ready(self, lease_id):
-      ...         return len(pages)
-      ...     def read(self, lease_id, first, stop, layers):
-      ...         read = Future()
-      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
-      ...         return read
-      ...     def release(self, lease_id):
-      ...         pass
-      >>> with PageSender(Shelf(), layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
+      >>> read = Future()
+      >>> read.set_result([PageBlock(0, layout.whole, pages)])
+      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
+      >>> with PageSender(shelf, layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
       ...     woken = threading.Event()
       ...     fetch = receiver.source(sender.address, lease.lease_id).fetch(keys, woken.set)
       ...     while not fetch.is_over:

@@ -82,8 +82,8 @@ class PageSender(SocketThread):
       Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
 
     Examples:
-      >>> import threading
       >>> from concurrent.futures import Future
+      >>> from types import SimpleNamespace
       >>> import numpy as np
       >>> from longctx.cluster.transfer import Lease, make_lease_id, PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
@@ -91,22 +91,15 @@ class PageSender(SocketThread):
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
       >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
-      >>> class Shelf:
-      ...     def open(self, lease_id):
-      ...         return lease
-      ...     def num_ready(self, lease_id):
-      ...         return len(pages)
-      ...     def read(self, lease_id, first, stop, layers):
-      ...         read = Future()
-      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
-      ...         return read
-      ...     def release(self, lease_id):
-      ...         pass
-      >>> sender = PageSender(Shelf(), layout)  # without a secret on loopback only
+      >>> read = Future()
+      >>> read.set_result([PageBlock(0, layout.whole, pages)])
+      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
+      >>> sender = PageSender(shelf, layout)  # without a secret on loopback only
       >>> sender.address.startswith("127.0.0.1:"), sender.num_streams
       (True, 0)
       >>> sender.close()
-      >>> PageSender(Shelf(), layout, ip="10.0.0.1")  # doctest: +ELLIPSIS
+      >>> PageSender(shelf, layout, ip="10.0.0.1")  # doctest: +ELLIPSIS
       Traceback (most recent call last):
           ...
       ValueError: ip 10.0.0.1 can be reached from other machines: transfers need a ...

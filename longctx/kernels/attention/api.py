@@ -13,49 +13,66 @@ from longctx.kernels.attention.attention_plan import AttentionPlan, PlannedKerne
 from longctx.kernels.attention.kernel import Algorithm, Kernel, attention_with_vjp
 from longctx.kernels.attention.operands import (
     Arguments,
+    Window,
     check_arrays,
     check_kernel,
     check_out_dtype,
+    check_sinks,
+    check_window,
     with_batch,
 )
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
 
 
 def attention(
     q: Float[ArrayLike, "*B T N H"],
     k: Float[ArrayLike, "*B S K H"],
-    v: Float[ArrayLike, "*B S K H"],
+    v: Float[ArrayLike, "*B S K Hv"],
+    *,
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     causal: bool = True,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: AttentionPlan | None = None,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Exact softmax attention that also returns its state, so that parts can be merged (`merge_states`).
 
-    A query sees a key when their segments are equal and not negative and, if `causal`, the key's position is not
-    after the query's. So one rule serves a cached prefix, packed sequences, padding and any sharding of a sequence.
-    Lengths and the order of tokens are free; keys that are sorted by (segment, position) save work.
+    A query sees a key when their segments are equal and not negative, if `causal` the key's position is not after the
+    query's, and the two are not farther apart than the `window`. So one rule serves a cached prefix, packed sequences,
+    padding and any sharding of a sequence. Lengths and the order of tokens are free; keys that are sorted by (segment,
+    position) save work.
 
     Outside of `jax.jit` a call compiles one program for its shapes and non-array arguments, and keeps it; inside, it
     becomes part of the program that is traced. Arrays may be NumPy's.
 
     Args:
       q: queries `[*B, T, N, H]`, floating point.
-      k, v: keys and values `[*B, S, K, H]`, N a multiple of K (grouped-query attention, nothing is repeated). Values
-        must be finite also where no query sees them, since 0 * NaN is NaN: there, NaN or infinity makes results NaN,
-        never wrong numbers. Keys that no query sees may hold anything, unless gradients are taken.
+      k, v: keys `[*B, S, K, H]` and values `[*B, S, K, Hv]`, N a multiple of K (grouped-query attention, nothing is
+        repeated); Hv may differ from H, as in multi-head latent attention. Values must be finite also where no query
+        sees them, since 0 * NaN is NaN: there, NaN or infinity makes results NaN, never wrong numbers. Keys that no
+        query sees may hold anything, unless gradients are taken.
       q_positions, kv_positions: absolute positions, integers, `[T]` or `[*B, T]` and `[S]` or `[*B, S]`. Default:
         0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       causal: whether a query sees only keys at its own position and before.
+      window: how many tokens before a query, and after it, it sees besides those at its own position: an integer for
+        both sides, or a pair, of which None means any number. Work is proportional to T times the window. A layer whose
+        window of w tokens includes the query, as most models count, takes `(w - 1, 0)`.
+      sinks: `[N]`, floating point: a logit of each head that takes part in its softmax and has no value (gpt-oss). It
+        is in lse, so of parts that are to be merged only one may have it. A query that sees nothing has `lse = sink`.
+      logits_soft_cap: scores become `cap * tanh(score / cap)` (Gemma 2), a Python number. None: they stay as they are.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256), `"xla"` (blockwise,
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which
+        values have too; no soft cap), `"xla"` (blockwise,
         memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
         (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
         does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
@@ -64,11 +81,11 @@ def attention(
         Default: derived in this call.
 
     Returns:
-      out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
+      out `[*B, T, N, Hv]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
       float32 or wider. Scores may be any finite float32 numbers; a row of scores that are all -inf counts as empty.
 
-      Both results are differentiable in q, k and v in reverse mode, and these gradients in forward mode:
+      Both results are differentiable in q, k, v and sinks in reverse mode, and these gradients in forward mode:
       `jax.grad(f)`, `jax.jvp(jax.grad(f), ...)`, `jax.hessian(f)`. For `jax.jvp(f, ...)` and `jax.grad(jax.grad(f))`
       there is `"reference"`. Gradients compute weights again from lse, with a relative error of 6e-8 times the score.
 
@@ -104,12 +121,16 @@ def attention(
     # A plan holds positions that have been checked.
     arguments = check_arrays(q, k, v, *masks, causal=causal and plan is None)
     if plan is not None:
-        _check_plan(plan, arguments, causal, implementation)
+        _check_plan(plan, arguments, causal, window, implementation)
         implementation = plan.implementation
     out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
-    kernel = check_kernel(arguments.q, causal, scale, implementation)
+    value_size = arguments.v.shape[-1]
+    kernel = check_kernel(arguments.q, causal, scale, implementation, window, logits_soft_cap, value_size)
+    sinks = check_sinks(sinks, arguments.q)
+    kernel = dataclasses.replace(kernel, out_dtype=out_dtype if sinks is None else None)
     try:
-        return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments, plan)
+        out, lse = with_sinks(_attention(kernel, arguments, plan), sinks)
+        return out.astype(out_dtype), lse
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -119,19 +140,21 @@ def attention(
         ) from error
 
 
-def _check_plan(plan: AttentionPlan, arguments: Arguments, causal: bool, implementation: str | None) -> None:
+def _check_plan(
+    plan: AttentionPlan, arguments: Arguments, causal: bool, window: Window | None, implementation: str | None
+) -> None:
     if not isinstance(plan, AttentionPlan):
         raise TypeError(f"plan must be what plan_attention returns, got {type(plan).__name__}")
     q, k, _, *masks = arguments
     for name, x in zip(Arguments._fields[3:], masks, strict=True):
         if x is not None:
             raise ValueError(f"{name} must not be given with a plan, which holds those that it was made of")
-    wanted = q.shape, k.shape, bool(causal), implementation or plan.implementation
-    found = plan.q_shape, plan.k_shape, plan.causal, plan.implementation
+    wanted = q.shape, k.shape, bool(causal), check_window(window), implementation or plan.implementation
+    found = plan.q_shape, plan.k_shape, plan.causal, plan.window, plan.implementation
     if wanted != found:
         raise ValueError(
-            f"plan must be for q and k of {wanted[0]} and {wanted[1]}, causal={wanted[2]} and the implementation "
-            f"{wanted[3]}, got one for {found[0]} and {found[1]}, causal={found[2]} and {found[3]}"
+            "plan must be for q and k of {} and {}, causal={}, window={} and the implementation {}, ".format(*wanted)
+            + "got one for {} and {}, causal={}, window={} and {}".format(*found)
         )
 
 
@@ -150,4 +173,4 @@ def _attention(kernel: Kernel, arguments: Arguments, plan: AttentionPlan | None)
         out, lse = attention_with_vjp(algorithm, operands)
     if arguments.q.ndim == 3:
         out, lse = out[0], lse[0]
-    return out.astype(kernel.out_dtype), lse
+    return out if kernel.out_dtype is None else out.astype(kernel.out_dtype), lse

@@ -14,14 +14,14 @@ from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, check_masks, check_types, flatten_tokens
+from longctx.kernels.attention.operands import Window, check_kernel, check_masks, check_types, flatten_tokens
 from longctx.kernels.kernel_jit import kernel_jit
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("queries", "keys", "data"),
-    meta_fields=("implementation", "causal", "q_shape", "k_shape"),
+    meta_fields=("implementation", "causal", "window", "q_shape", "k_shape"),
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
@@ -29,7 +29,7 @@ class AttentionPlan:
 
     Attributes:
       implementation: which it serves.
-      causal: as for `attention`.
+      causal, window: as for `attention`.
       q_shape, k_shape: of the queries `[*B, T, N, H]` and keys `[*B, S, K, H]` that it serves.
       queries, keys, data: positions, segments, and what the implementation made of them; for its own use.
 
@@ -45,6 +45,7 @@ class AttentionPlan:
 
     implementation: str
     causal: bool
+    window: tuple[int | None, int | None]
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
     queries: Tokens
@@ -86,6 +87,7 @@ def plan_attention(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     causal: bool = True,
+    window: Window | None = None,
     implementation: str | None = None,
 ) -> AttentionPlan:
     """Derive from positions and segments what `attention` needs, once for all calls with the same ones.
@@ -96,7 +98,7 @@ def plan_attention(
     Args:
       q, k: queries `[*B, T, N, H]` and keys `[*B, S, K, H]`, of which only shapes and dtypes are read, or
         their types (`jax.ShapeDtypeStruct`).
-      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `attention`. The plan holds them.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, window: as for `attention`. The plan holds them.
       implementation: as for `attention`; the plan serves this one alone.
 
     Returns:
@@ -122,7 +124,7 @@ def plan_attention(
     q_type, k_type = _type("q", q), _type("k", k)
     check_types(q_type, k_type, k_type)
     masks = check_masks(q_type, k_type, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
-    return _plan(check_kernel(q_type, causal, None, implementation), q_type, k_type, masks)
+    return _plan(check_kernel(q_type, causal, None, implementation, window), q_type, k_type, masks)
 
 
 @kernel_jit("kernel", "q", "k", inline=True)
@@ -130,7 +132,9 @@ def _plan(kernel: Kernel, q: Any, k: Any, masks: tuple[Any, Any, Any, Any]) -> A
     queries, keys = flatten_tokens(q.shape[-3], k.shape[-3], *masks)
     flat_q, flat_k = ((math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k))
     data = kernel.plan(flat_q, flat_k, queries, keys)
-    return AttentionPlan(kernel.implementation, kernel.causal, q.shape, k.shape, queries, keys, data)
+    return AttentionPlan(
+        kernel.implementation, kernel.rule.causal, kernel.rule.window, q.shape, k.shape, queries, keys, data
+    )
 
 
 def _type(name: str, x: Any) -> Any:

@@ -48,7 +48,7 @@ def on_one_batch(function: Forward, operands: Any, state: tuple[Array, Array] | 
     if state is not None:
         state = _flatten(state[0], q.ndim - 3), _flatten(state[1], q.ndim - 3)
     out, lse = function(flatten(operands), state, plan)
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    return out.reshape(operands.out_shape), lse.reshape(q.shape[:-1])
 
 
 def backward(
@@ -59,9 +59,10 @@ def backward(
 
     def local(*leaves: Array) -> tuple[Array, ...]:
         operands, *of_rows = jax.tree.unflatten(tree, leaves)
-        q, k = operands.q, operands.k[0] if operands.k.ndim > operands.q.ndim else operands.k
+        q = operands.q
+        shapes = (x.shape[x.ndim - q.ndim :] for x in (operands.k, operands.v))
         d_q, *d_kv = function(flatten(operands), *(_flatten(x, q.ndim - 3) for x in of_rows))
-        return d_q.reshape(q.shape), *(_unflatten_kv(x, q.shape[:-3], k.shape) for x in d_kv)
+        return d_q.reshape(q.shape), *(_unflatten_kv(*pair, q.shape[:-3]) for pair in zip(d_kv, shapes, strict=True))
 
     def fold(size: int, mapped: Sequence[bool], *leaves: Array) -> tuple[Array, ...]:
         (operands, *rows), (of_operands, *of_rows) = (jax.tree.unflatten(tree, x) for x in (leaves, mapped))
@@ -70,7 +71,7 @@ def backward(
 
     *labels, out, of_lse = _labels(operands)
     lead = operands.k.ndim - operands.q.ndim
-    results = labels[0], labels[1][lead:], labels[1][lead:]
+    results = labels[0], labels[1][lead:], labels[2][lead:]
     return partitioned(local, _rule([*labels, of_lse, of_lse, out], results), fold, *leaves)  # type: ignore[return-value]
 
 
@@ -104,7 +105,7 @@ def _flatten_shared(x: Array, batch: tuple[int, ...], lead: int = 0) -> Array:
     return jnp.broadcast_to(x, (*first, *batch, *rest)).reshape(*first, math.prod(batch), *rest)
 
 
-def _unflatten_kv(x: Array, batch: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+def _unflatten_kv(x: Array, shape: tuple[int, ...], batch: tuple[int, ...]) -> Array:
     """The gradient of keys of a shape, whose sequences may share them."""
     if math.prod(shape[:-3]) == x.shape[0]:
         return x.reshape(shape)
@@ -120,7 +121,8 @@ def _labels(operands: Any) -> list[Labels]:
     of_k = without_ones(k.shape, (*("",) * (k.ndim - q.ndim), *batch, "", "k", ""))
     queries = [without_ones(x.shape, (*batch, "t")) for x in operands.queries]
     keys = [without_ones(x.shape, (*batch, "")) for x in operands.keys]
-    return [of_q, of_k, of_k, *queries, *keys, of_q, of_q[:-1]]
+    of_v, of_out = (without_ones(x, labels) for x, labels in ((operands.v.shape, of_k), (operands.out_shape, of_q)))
+    return [of_q, of_k, of_v, *queries, *keys, of_out, of_q[:-1]]
 
 
 def _rule(operands: list[Labels], results: tuple[Labels, ...]) -> Rule:
@@ -134,9 +136,9 @@ def _fold(size: int, mapped: Any, operands: Any, share_keys: bool = True) -> Any
         jnp.moveaxis(_with_axis(1 if share_keys else size, *pair), 0, lead)
         for pair in ((mapped.k, operands.k), (mapped.v, operands.v))
     )
-    if k.shape != v.shape:
-        shape = jnp.broadcast_shapes(k.shape, v.shape)
-        k, v = jnp.broadcast_to(k, shape), jnp.broadcast_to(v, shape)
+    if k.shape[:-1] != v.shape[:-1]:
+        shape = jnp.broadcast_shapes(k.shape[:-1], v.shape[:-1])
+        k, v = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (k, v))
     tokens = jax.tree.map(
         functools.partial(_with_axis, 1), (mapped.queries, mapped.keys), (operands.queries, operands.keys)
     )

@@ -15,6 +15,7 @@ from longctx.kernels.arrays import check_constant
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
@@ -44,8 +45,8 @@ def mosaic_gpu_backward(*operands: Any) -> tuple[Array, Array, Array]:
     return mosaic_gpu_backward(*operands)
 
 
-# forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse); "mosaic_gpu" takes its plan before the state
-# backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
+# forward(q, k, v, queries, keys, rule, state) -> (out, lse); "mosaic_gpu" takes its plan before the state
+# backward(q, k, v, queries, keys, rule, lse, row_terms, d_out) -> (d_q, d_k, d_v)
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mosaic_gpu": (mosaic_gpu_attention, mosaic_gpu_backward),
     "xla": (xla_attention, xla_backward),
@@ -60,7 +61,7 @@ _ONCE = (
 
 
 class Operands(NamedTuple):
-    """Arguments of one call: q `[*B, T, N, H]`, k and v `[*B, S, K, H]`, tokens `[*B, T]` and `[*B, S]`.
+    """Arguments of one call: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, tokens `[*B, T]`, `[*B, S]`.
 
     Batch dimensions of k, v and tokens may be 1 for any of q: all its sequences then share them. k and v may be one
     array `[2, *B, S, K, H]`, which holds both: a ring sends them as one message.
@@ -77,6 +78,11 @@ class Operands(NamedTuple):
         """Whether there is no query or no key."""
         return self.q.size == 0 or self.k.size == 0
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape `[*B, T, N, Hv]` of results."""
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -87,8 +93,7 @@ class Kernel:
     """
 
     implementation: str
-    causal: bool
-    scale: float
+    rule: AttentionRule
     out_dtype: jnp.dtype | None = None
     reserved_multiprocessors: int = 0
 
@@ -100,7 +105,7 @@ class Kernel:
     def forward(
         self, operands: Operands, state: tuple[Array, Array] | None = None, plan: Any = None
     ) -> tuple[Array, Array]:
-        """(out `[*B, T, N, H]`, lse `[*B, T, N]`) over these keys and, given `state`, over the keys of that state too.
+        """(out `[*B, T, N, Hv]`, lse `[*B, T, N]`) over these keys and, given `state`, over the keys of that state too.
 
         `plan` is what `plan` of the same operands returned.
         """
@@ -108,7 +113,7 @@ class Kernel:
             if state is not None:
                 return state
             q = operands.q
-            zeros = jnp.zeros_like(q, wide_dtype(q.dtype))
+            zeros = jnp.zeros_like(q, wide_dtype(q.dtype), shape=operands.out_shape)
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
         if self.implementation == "reference":  # XLA divides it by itself
             return batches.on_one_batch(self._forward, operands, state, plan)
@@ -118,29 +123,30 @@ class Kernel:
     def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
         if self.implementation != "reference":
             check_constant(self.implementation, T=operands.q.shape[-3], S=operands.k.shape[-3])
-        static = (self.causal, self.scale)
         if self.implementation == "mosaic_gpu":
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
             if plan is None:
                 plan = self.plan(operands.q.shape, operands.k.shape, operands.queries, operands.keys)
-            return mosaic_gpu_attention(*operands, *static, plan, state, out_dtype)
-        return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
+            return mosaic_gpu_attention(*operands, self.rule, plan, state, out_dtype)
+        return IMPLEMENTATIONS[self.implementation][0](*operands, self.rule, state)
 
     def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
-        """Return what `forward` derives from shapes, tokens and `causal` alone; None: nothing."""
+        """Return what `forward` derives from shapes, tokens and the rule alone; None: nothing."""
         if self.implementation != "mosaic_gpu" or 0 in (*q_shape, *k_shape):
             return None
-        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.causal, self.reserved_multiprocessors)
+        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.rule, self.reserved_multiprocessors)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """Return the contribution of these keys to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
         if operands.are_empty:
-            d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-operands.q.ndim :])
-            return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv
+            d_k, d_v = (
+                jnp.zeros_like(x, lse.dtype, shape=x.shape[-operands.q.ndim :]) for x in (operands.k, operands.v)
+            )
+            return jnp.zeros_like(operands.q, lse.dtype), d_k, d_v
         return batches.backward(self._backward, operands, lse, row_terms, d_out)
 
     def _backward(self, operands: Operands, *of_rows: Array) -> tuple[Array, Array, Array]:
-        return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, *of_rows)
+        return IMPLEMENTATIONS[self.implementation][1](*operands, self.rule, *of_rows)
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The mask follows from positions and segment ids, token by token and block by block."""
+"""The mask follows from positions, segment ids and a window, token by token and block by block."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,17 @@ class Tokens(NamedTuple):
     """
 
     positions: Array
+    segments: Array
+
+
+class Visible(NamedTuple):
+    """The keys that queries see: those of their segment at positions from `first` to `last`, arrays `[Bm, T]`.
+
+    None: there is no such limit. So kernels know neither causality nor windows.
+    """
+
+    first: Array | None
+    last: Array | None
     segments: Array
 
 
@@ -42,15 +53,29 @@ class BlockRange(NamedTuple):
     stop: Array
 
 
-def visible(queries: Tokens, keys: Tokens, causal: bool) -> Array:
-    """Whether a query sees a key: equal segments and, if causal, no later position.
+class VisibleBlocks(NamedTuple):
+    """A summary of what the queries of each block see: arrays `[Bm, blocks]`, None where there is no limit.
 
-    Tokens `[Bm, T]` and `[Bm, S]` -> bool `[Bm, T, S]`.
+    Some query sees keys from `first_some` to `last_some`; every query sees those from `first_all` to `last_all`.
     """
+
+    first_some: Array | None
+    first_all: Array | None
+    last_all: Array | None
+    last_some: Array | None
+    first_segment: Array
+    last_segment: Array
+    uniform: Array
+
+
+def visible(queries: Visible, keys: Tokens) -> Array:
+    """Whether a query sees a key: `[Bm, T]` and `[Bm, S]` -> bool `[Bm, T, S]`."""
     q_segments, kv_segments = queries.segments[:, :, None], keys.segments[:, None, :]
     seen = (q_segments == kv_segments) & (kv_segments >= 0)
-    if causal:
-        seen &= keys.positions[:, None, :] <= queries.positions[:, :, None]
+    if queries.last is not None:
+        seen &= keys.positions[:, None, :] <= queries.last[:, :, None]
+    if queries.first is not None:
+        seen &= keys.positions[:, None, :] >= queries.first[:, :, None]
     return seen
 
 
@@ -58,16 +83,35 @@ def summarise(tokens: Tokens, block: int) -> Blocks:
     """Summarise blocks of the tokens `[Bm, T]`. The last block is moved back, so that it ends at T."""
     positions, segments = _blocks(tokens.positions, block), _blocks(tokens.segments, block)
     real = segments >= 0
-    latest = jnp.iinfo(positions.dtype).max
-    first_segment = jnp.min(jnp.where(real, segments, jnp.iinfo(segments.dtype).max), 2)
-    last_segment = jnp.max(segments, 2)
-    return Blocks(
-        first_position=jnp.min(jnp.where(real, positions, latest), 2),
-        last_position=jnp.max(jnp.where(real, positions, -latest), 2),
-        first_segment=first_segment,
-        last_segment=jnp.where(last_segment < 0, -1, last_segment),
-        uniform=(first_segment == last_segment) & jnp.all(real, 2),
-    )
+    return Blocks(_least(positions, real), _greatest(positions, real), *_of_segments(segments))
+
+
+def summarise_visible(queries: Visible, block: int) -> VisibleBlocks:
+    """Summarise likewise what queries `[Bm, T]` see."""
+    segments = _blocks(queries.segments, block)
+    real = segments >= 0
+
+    def extremes(x: Array | None) -> tuple[Array | None, Array | None]:
+        if x is None:
+            return None, None
+        blocks = _blocks(x, block)
+        return _least(blocks, real), _greatest(blocks, real)
+
+    return VisibleBlocks(*extremes(queries.first), *extremes(queries.last), *_of_segments(segments))
+
+
+def _least(x: Array, real: Array) -> Array:
+    return jnp.min(jnp.where(real, x, jnp.iinfo(x.dtype).max), 2)
+
+
+def _greatest(x: Array, real: Array) -> Array:
+    return jnp.max(jnp.where(real, x, -jnp.iinfo(x.dtype).max), 2)
+
+
+def _of_segments(segments: Array) -> tuple[Array, Array, Array]:
+    """The least and the greatest segment of each block that is no padding, and whether there is one and no other."""
+    first, last = _least(segments, segments >= 0), jnp.max(segments, 2)
+    return first, jnp.where(last < 0, -1, last), (first == last) & jnp.all(segments >= 0, 2)
 
 
 def _blocks(x: Array, block: int) -> Array:
@@ -79,7 +123,7 @@ def _blocks(x: Array, block: int) -> Array:
     return blocks
 
 
-def block_range(queries: Blocks, keys: Blocks, causal: bool, num_whole: int) -> BlockRange:
+def block_range(queries: VisibleBlocks, keys: Blocks, num_whole: int) -> BlockRange:
     """The range for one block of queries (scalars) among blocks of keys `[blocks]`, the first `num_whole` whole.
 
     Correct for tokens in any order, and tight for tokens sorted by (segment, position), as those of a shard are.
@@ -89,9 +133,12 @@ def block_range(queries: Blocks, keys: Blocks, causal: bool, num_whole: int) -> 
     seen = (queries.first_segment <= keys.last_segment) & (queries.last_segment >= keys.first_segment)
     # A last block that was moved back overlaps the one before it. Those keys are masked, so it is never full.
     full = (queries.first_segment == keys.first_segment) & queries.uniform & keys.uniform & (block < num_whole)
-    if causal:
-        seen &= keys.first_position <= queries.last_position
-        full &= keys.last_position <= queries.first_position
+    if queries.last_some is not None and queries.last_all is not None:
+        seen &= keys.first_position <= queries.last_some
+        full &= keys.last_position <= queries.last_all
+    if queries.first_some is not None and queries.first_all is not None:
+        seen &= keys.last_position >= queries.first_some
+        full &= keys.first_position >= queries.first_all
     stop = jnp.max(jnp.where(seen, block + 1, 0))
     start = jnp.minimum(jnp.min(jnp.where(seen, block, num_blocks)), stop)
     full_start = jnp.minimum(jnp.min(jnp.where(full, block, num_blocks)), stop)

@@ -7,6 +7,7 @@ from jax import Array
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import make_tiles
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu.backward import BackwardConfig, attention_backward
 from longctx.kernels.mosaic_gpu.keys import Contiguous
 from longctx.kernels.mosaic_gpu.tile_config import Registers, TileConfig
@@ -21,8 +22,7 @@ def mosaic_gpu_backward(
     v: Array,
     queries: Tokens,
     keys: Tokens,
-    causal: bool,
-    scale: float,
+    rule: AttentionRule,
     lse: Array,
     row_terms: Array,
     d_out: Array,
@@ -35,7 +35,7 @@ def mosaic_gpu_backward(
     batch, head_size = q.shape[0], q.shape[-1]
     d_out = d_out.astype(q.dtype)
     # lse is divided by the scale, which must therefore be positive: q takes its sign.
-    scale = 0.0 if abs(scale) < 1e-30 else scale
+    scale = 0.0 if abs(rule.scale) < 1e-30 else rule.scale
     sign, scale = (scale > 0) - (scale < 0), abs(scale) or 1.0
     q = q if sign == 1 else q * jnp.asarray(sign, q.dtype)
     stats = _stats(lse / scale, row_terms)
@@ -45,12 +45,14 @@ def mosaic_gpu_backward(
         rows, others, sides = (q, d_out), (k, v), (queries, keys)
         if from_keys:
             # A query sees keys that are not after it. With positions in reverse order, a key sees queries that are not
-            # before it. (~x is -x - 1, and has no overflow.)
+            # before it, and as far away as they see it. (~x is -x - 1, and has no overflow.)
             rows, others = others, rows
             sides = Tokens(~keys.positions, keys.segments), Tokens(~queries.positions, queries.segments)
         length = rows[0].shape[-3]
         shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
-        tiles, seen, tokens = make_tiles(batch, *sides, causal, config.tile_config, shared_rows, shared_keys)
+        tiles, seen, tokens = make_tiles(
+            batch, rule.visible(sides[0]), sides[1], config.tile_config, shared_rows, shared_keys
+        )
         results = attention_backward(config, rows, Contiguous(*others, tokens), seen, stats, tiles)
         return [x.reshape(batch, -1, *x.shape[2:])[:, :length] for x in results]
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.operand_dtype import wide_dtype
 
 
@@ -29,7 +30,7 @@ class OnlineSoftmax(NamedTuple):
 
     peak: Array  # [R], the greatest score, or -inf
     total: Array  # [R], the sum of exp(score - peak)
-    acc: Array  # [R, H], the sum of exp(score - peak) * v
+    acc: Array  # [R, Hv], the sum of exp(score - peak) * v
 
     @classmethod
     def of_state(cls, out: Array, lse: Array) -> "OnlineSoftmax":
@@ -37,14 +38,13 @@ class OnlineSoftmax(NamedTuple):
         return cls(lse, (lse != -jnp.inf).astype(out.dtype), out)
 
     def absorb(
-        self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None
+        self, q_rows: Array, k_block: Array, v_block: Array, rule: AttentionRule, seen: Array | None = None
     ) -> "OnlineSoftmax":
-        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
-        everywhere).
+        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so.
 
-        Masked values are multiplied by 0, so they must be finite.
+        None: everywhere. Masked values are multiplied by 0, so they must be finite.
         """
-        scores = dot(q_rows, k_block.T) * scale
+        scores = rule.scores(dot(q_rows, k_block.T))
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         peak = jnp.maximum(self.peak, _row_max(scores))
@@ -55,7 +55,7 @@ class OnlineSoftmax(NamedTuple):
         return type(self)(peak, total, self.acc * decay[:, None] + dot(weights.astype(v_block.dtype), v_block))
 
     def state(self) -> tuple[Array, Array]:
-        """(out `[R, H]`, lse `[R]`)."""
+        """(out `[R, Hv]`, lse `[R]`)."""
         empty = self.peak == -jnp.inf
         total = jnp.where(empty, 1, self.total)
         out = jnp.where(empty[:, None], 0, self.acc / total[:, None])

@@ -1,7 +1,8 @@
 """Checks the arguments of every attention function and brings them to one form."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,10 @@ from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.rule import AttentionRule
+
+Window = int | tuple[int | None, int | None]
+_MOST_TOKENS = 2**31 - 1  # positions are int32
 
 
 class Arguments(NamedTuple):
@@ -106,12 +111,24 @@ def flatten_tokens(
 
 
 def check_kernel(
-    q: Array | jax.ShapeDtypeStruct, causal: bool, scale: Real | None, implementation: str | None
+    q: Array | jax.ShapeDtypeStruct,
+    causal: bool,
+    scale: Real | None,
+    implementation: str | None,
+    window: Window | None = None,
+    logits_soft_cap: Real | None = None,
+    value_size: int | None = None,
 ) -> Kernel:
-    """Check the static arguments, fill in defaults and choose the implementation."""
+    """Check the static arguments, fill in defaults and choose the implementation.
+
+    Args:
+      value_size: the head size of values. None: that of q.
+    """
     check_implementation(implementation, IMPLEMENTATIONS)
-    implementation = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1]))
-    return Kernel(implementation, bool(causal), check_scale(scale, q.shape[-1]))
+    soft_cap = check_soft_cap(logits_soft_cap)
+    case = selection.Case(q.dtype, q.shape[-1], value_size or q.shape[-1], soft_cap is not None)
+    rule = AttentionRule(bool(causal), check_scale(scale, q.shape[-1]), check_window(window), soft_cap)
+    return Kernel(selection.choose(implementation, case), rule)
 
 
 def check_implementation(implementation: str | None, known: Iterable[str]) -> None:
@@ -125,6 +142,43 @@ def check_scale(scale: Real | None, head_size: int) -> float:
     if not isinstance(scale, Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     return float(scale)
+
+
+def check_window(window: Window | None) -> tuple[int | None, int | None]:
+    """Check a window and return the most tokens before a query, and after it, that it sees; None: any number."""
+    if window is None:
+        return None, None
+    sides = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else (window, window)
+    if len(sides) != 2 or not all(side is None or _is_count(side) for side in sides):
+        raise ValueError(
+            "window must be None, an integer of 0 or more, or a pair of these (tokens before a query, and after it), "
+            f"got {window!r}"
+        )
+    return tuple(None if side is None else min(int(side), _MOST_TOKENS) for side in sides)  # type: ignore[return-value]
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0
+
+
+def check_soft_cap(logits_soft_cap: Real | None) -> float | None:
+    """Check a cap of scores; None: there is none."""
+    if logits_soft_cap is None:
+        return None
+    if not isinstance(logits_soft_cap, Real) or not 0 < logits_soft_cap < math.inf:
+        raise ValueError(f"logits_soft_cap must be None or a finite number over 0, got {logits_soft_cap!r}")
+    return float(logits_soft_cap)
+
+
+def check_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
+    """Check the sinks of the heads of q `[*B, T, N, H]`."""
+    if sinks is None:
+        return None
+    sinks = check_array("sinks", sinks)
+    check_floating("sinks", sinks.dtype)
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"sinks must have the shape {q.shape[-2:-1]}, a number for each head of q, got {sinks.shape}")
+    return sinks
 
 
 def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtype:
@@ -144,14 +198,14 @@ def check_types(q: Any, k: Any, v: Any) -> None:
             raise ValueError(f"{name} must have a shape [*batch, length, heads, head size], got {x.shape}")
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v must have one dtype, got {q.dtype} and {name} of {x.dtype}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {k.shape} and {v.shape}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must have one shape but for the head size, got {k.shape} and {v.shape}")
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"k must have the batch dimensions of q, {q.shape[:-3]}, got {k.shape[:-3]}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if 0 in (heads, kv_heads, q.shape[-1]) or heads % kv_heads:
+    if 0 in (heads, kv_heads, q.shape[-1], v.shape[-1]) or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
 
 

@@ -6,6 +6,7 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens, visible
 from longctx.kernels.attention.online_softmax import exp_below
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.merge import merge_state
 from longctx.kernels.operand_dtype import wide_dtype
 
@@ -16,15 +17,16 @@ def reference_attention(
     v: Array,
     queries: Tokens,
     keys: Tokens,
-    causal: bool,
-    scale: float,
+    rule: AttentionRule,
     state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider.
+    """Compute (out `[B, T, N, Hv]`, lse `[B, T, N]`), float32 or wider.
+
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, and no length is 0.
 
     Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
-    scores, _, _, v = _scores(q, k, v, queries, keys, causal, scale)
+    scores, _, _, v = _scores(q, k, v, queries, keys, rule)
     peak = lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
     empty = peak == -jnp.inf
     weights = jnp.exp(scores - jnp.where(empty, 0, peak))
@@ -41,27 +43,27 @@ def reference_backward(
     v: Array,
     queries: Tokens,
     keys: Tokens,
-    causal: bool,
-    scale: float,
+    rule: AttentionRule,
     lse: Array,
     row_terms: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
     """d_q, d_k and d_v, from lse and row terms over all keys, of which k and v hold some."""
-    scores, q, k, v = _scores(q, k, v, queries, keys, causal, scale)
+    scores, q, k, v = _scores(q, k, v, queries, keys, rule)
     by_row = (rearrange(x, "b t (k g) -> b k g t 1", k=k.shape[2]) for x in (lse, row_terms))
     lse, row_terms = by_row
     d_out = rearrange(d_out, "b t (k g) h -> b t k g h", k=k.shape[2])
     weights = exp_below(scores, jnp.where(lse == -jnp.inf, jnp.inf, lse))
     d_scores = weights * (jnp.einsum("btkgh,bskh->bkgts", d_out, v, precision="highest") + row_terms)
-    d_q = scale * jnp.einsum("bkgts,bskh->btkgh", d_scores, k, precision="highest")
+    d_scores = d_scores * rule.slope(scores)
+    d_q = rule.scale * jnp.einsum("bkgts,bskh->btkgh", d_scores, k, precision="highest")
     d_k = jnp.einsum("bkgts,btkgh->bskh", d_scores, q, precision="highest")
     d_v = jnp.einsum("bkgts,btkgh->bskh", weights, d_out, precision="highest")
     return rearrange(d_q, "b t k g h -> b t (k g) h"), d_k, d_v
 
 
 def _scores(
-    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, rule: AttentionRule
 ) -> tuple[Array, Array, Array, Array]:
     """Scores `[B, K, G, T, S]`, -inf where masked; and scale * q `[B, T, K, G, H]`, k and v in the dtype of the scores.
 
@@ -69,8 +71,8 @@ def _scores(
     """
     dtype = wide_dtype(q.dtype)
     k, v = k if k.ndim == 5 else (k, v)  # both in one array
-    q = scale * rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
+    q = rule.scale * rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
     k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])).astype(dtype) for x in (k, v))
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")
-    seen = visible(queries, keys, causal)[:, None, None]
+    scores = rule.cap(jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest"))
+    seen = visible(rule.visible(queries), keys)[:, None, None]
     return jnp.where(seen, scores, -jnp.inf), q, k, v

@@ -3,11 +3,21 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from longctx.kernels.attention.mask import Blocks, Tokens, block_range, summarise, visible
+from longctx.kernels.attention.mask import (
+    Blocks,
+    Tokens,
+    Visible,
+    VisibleBlocks,
+    block_range,
+    summarise,
+    summarise_visible,
+    visible,
+)
 
 # Rows of a tile and keys of a block, chosen by measurement on CPU (docs/attention.md): fewer rows take longer blocks.
 _ROWS = 1024
@@ -21,14 +31,13 @@ _ZERO = np.int32(0)
 class Tiling(NamedTuple):
     """The tiles of one call. Blocks are slices in place: the last block is moved back, so that it ends at T or S."""
 
-    queries: Tokens
+    queries: Visible
     keys: Tokens
-    causal: bool
     kv_heads: int
     group: int
     q_block: int
     kv_block: int
-    q_blocks: Blocks
+    q_blocks: VisibleBlocks
     kv_blocks: Blocks
     num_tiles: int
     shared_keys: bool
@@ -39,9 +48,8 @@ class Tiling(NamedTuple):
         cls,
         q: Array,
         k: Array,
-        queries: Tokens,
+        queries: Visible,
         keys: Tokens,
-        causal: bool,
         join_heads: bool = False,
     ) -> "Tiling":
         """Choose tiles for q `[B, T, N, H]` and k `[B, S, K, H]` (or `[2, B, S, K, H]`, keys and values in one array).
@@ -54,15 +62,14 @@ class Tiling(NamedTuple):
         group = heads // kv_heads
         q_block = max(1, _ROWS // group)
         # A square may be a hop of a zigzag ring, where a rank has two parts of the sequence: no tile has some of both.
-        divide = _divide_evenly if causal and q_length == kv_length else min
+        divide = _divide_evenly if queries.last is not None and q_length == kv_length else min
         q_block = divide(q_length, q_block)
         kv_block = divide(kv_length, min(_MAX_KV_BLOCK, max(1, _SCORES // (q_block * group))))
-        q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
+        q_blocks, kv_blocks = summarise_visible(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
         return cls(
             queries=queries,
             keys=keys,
-            causal=causal,
             kv_heads=kv_heads,
             group=group,
             q_block=q_block,
@@ -82,7 +89,7 @@ class Tiling(NamedTuple):
         """Tile number `index` in the order (sequence, KV head, block of queries), the last running fastest."""
         index, q_index = jnp.divmod(jnp.int32(index), self.q_blocks.uniform.shape[1])
         batch, head = jnp.divmod(index, self.kv_heads)
-        first = jnp.minimum(q_index * self.q_block, self.queries.positions.shape[1] - self.q_block)
+        first = jnp.minimum(q_index * self.q_block, self.queries.segments.shape[1] - self.q_block)
         return Tile(self, batch, head, q_index, first)
 
 
@@ -102,7 +109,7 @@ class Tile(NamedTuple):
     first: Array
 
     def rows(self, x: Array) -> Array:
-        """x `[B, T, K, G, ...]` -> `[R, ...]`."""
+        """Take the block of rows of x `[B, T, K, G, ...]`: `[R, ...]`."""
         block = lax.dynamic_slice(x, self._at(x, self.first), (1, self.tiling.q_block, 1, *x.shape[3:]))
         return block.reshape(-1, *x.shape[4:])
 
@@ -138,9 +145,9 @@ class Tile(NamedTuple):
     def visible(self, index: Array) -> Array:
         """Bool `[R, kv_block]`: whether a row sees a key of the block."""
         tiling, first_key = self.tiling, self._first_key(index)
-        queries = Tokens(*(self._tokens(x, self.first, tiling.q_block) for x in tiling.queries))
+        queries = jax.tree.map(lambda x: self._tokens(x, self.first, tiling.q_block), tiling.queries)
         keys = Tokens(*(self._tokens(x, first_key, tiling.kv_block) for x in tiling.keys))
-        seen = visible(queries, keys, tiling.causal)[0]
+        seen = visible(queries, keys)[0]
         # The last block, moved back, repeats keys of the block before, which has counted them.
         seen &= (first_key + jnp.arange(tiling.kv_block) >= index * tiling.kv_block)[None, :]
         return jnp.repeat(seen, tiling.group, axis=0)
@@ -148,10 +155,10 @@ class Tile(NamedTuple):
     def sweep(self, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
         """Run `step(block, carry, masked)` over the blocks that the tile sees, first those without a mask."""
         tiling = self.tiling
-        queries = Blocks(*(self._tokens(x, self.q_index, 1)[0, 0] for x in tiling.q_blocks))
+        queries = jax.tree.map(lambda x: self._tokens(x, self.q_index, 1)[0, 0], tiling.q_blocks)
         keys = Blocks(*(self._tokens(x, _ZERO, x.shape[1])[0] for x in tiling.kv_blocks))
         num_whole = tiling.keys.positions.shape[1] // tiling.kv_block
-        start, full_start, full_stop, stop = block_range(queries, keys, tiling.causal, num_whole)
+        start, full_start, full_stop, stop = block_range(queries, keys, num_whole)
         num_full = full_stop - full_start
 
         def edge(n: Array, carry: Any) -> Any:

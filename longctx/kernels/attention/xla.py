@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot, exp_below
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.barrier import hold
 from longctx.kernels.merge import merge_state
@@ -27,20 +28,21 @@ def xla_attention(
     v: Array,
     queries: Tokens,
     keys: Tokens,
-    causal: bool,
-    scale: float,
+    rule: AttentionRule,
     state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
+    """Compute (out `[B, T, N, Hv]`, lse `[B, T, N]`), float32 or wider.
 
-    k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
-    Given the `state` (out, lse) of other keys, the result is over those keys and these.
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, and no length is 0.
+
+    T, S > 0. k, v and keys may have B = 1 for any batch of q; k and v may be one array `[2, B, S, K, H]`, which holds
+    both. Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
     dtype, operands = wide_dtype(q.dtype), operand_dtype(q.dtype)
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
-    tiling = Tiling.of(q, k, queries, keys, causal, join_heads)
+    tiling = Tiling.of(q, k, rule.visible(queries), keys, join_heads)
     grouped = tiling.group_heads(_to_block_diagonal(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -49,7 +51,7 @@ def xla_attention(
 
         def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
-            return softmax.absorb(q_rows, k_block, v_block, scale, tile.visible(block) if masked else None)
+            return softmax.absorb(q_rows, k_block, v_block, rule, tile.visible(block) if masked else None)
 
         old_out, old_lse = (tile.rows(x) for x in state)
         out_rows, lse_rows = tile.sweep(step, OnlineSoftmax.of_state(old_out, old_lse)).state()
@@ -62,13 +64,14 @@ def xla_attention(
 
     if state is None or join_heads:
         # In a ring, XLA would otherwise allocate the zeros of all hops at once; so below.
-        zeros, (_, k, v) = hold(jnp.zeros_like(grouped, dtype), (q, k, v))
+        shape = (*grouped.shape[:-1], tiling.block_heads * v.shape[-1])
+        zeros, (_, k, v) = hold(jnp.zeros_like(grouped, dtype, shape=shape), (q, k, v))
         start = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
     else:
         start = tiling.group_heads(state[0]), tiling.group_heads(state[1])
     out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, start)
     out = _from_block_diagonal(out, kv_heads) if join_heads else out
-    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    out, lse = out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
     return merge_state(*state, out, lse) if state is not None and join_heads else (out, lse)
 
 
@@ -78,8 +81,7 @@ def xla_backward(
     v: Array,
     queries: Tokens,
     keys: Tokens,
-    causal: bool,
-    scale: float,
+    rule: AttentionRule,
     lse: Array,
     row_terms: Array,
     d_out: Array,
@@ -90,7 +92,7 @@ def xla_backward(
     of scores are rounded to it, and in float16 must be within 65504. Results are summed in float32.
     """
     dtype, operands = lse.dtype, operand_dtype(q.dtype)
-    tiling = Tiling.of(q, k, queries, keys, causal)
+    tiling = Tiling.of(q, k, rule.visible(queries), keys)
     # Every weight of an empty row is exp(score - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     grouped, d_out, row_terms, lse = map(tiling.group_heads, (q, d_out, row_terms, lse))
@@ -107,11 +109,12 @@ def xla_backward(
             k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
             # The same operations as in the forward pass, so that scores are the same to the bit: exp multiplies what
             # they differ by, which is 1e-7 of them.
-            scores = dot(q_rows, k_block.T) * scale
+            scores = rule.scores(dot(q_rows, k_block.T))
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
             weights = exp_below(scores, lse_rows[:, None])
-            d_scores = (weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * scale).astype(operands)
+            d_scores = weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * rule.scale
+            d_scores = (d_scores * rule.slope(scores)).astype(operands)
             d_k = tile.add_block(d_k, block, dot(d_scores.T, q_rows))
             d_v = tile.add_block(d_v, block, dot(weights.astype(operands).T, d_out_rows))
             return d_q_rows + dot(d_scores, k_block), d_k, d_v
@@ -120,7 +123,7 @@ def xla_backward(
         d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows, dtype), d_k, d_v))
         return tile.add_rows(d_q, d_q_rows), d_k, d_v
 
-    zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=k.shape[-4:]) for x in (k, v))
+    zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=x.shape[-4:]) for x in (k, v))
     zeros, (_, k, v) = hold(zeros, (q, k, v))
     d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
     return d_q.reshape(q.shape), d_k, d_v

@@ -98,7 +98,7 @@ def attention_backward(
     if config.from_keys:
         scratch["stats_smem"] = plgpu.SMEM((config.tile_config.num_stages, 2, config.tile_config.block_kv), jnp.float32)
     kernel = adapter.kernel(
-        functools.partial(_kernel, config, heads, other_heads),
+        functools.partial(_kernel, config, heads, other_heads, len(seen)),
         [((num_tiles, config.tile_config.block_q, heads, head_size), jnp.float32)] * (config.scores + config.weights),
         like=rows[0],
         kernel_name="attention_of_keys" if config.from_keys else "attention_of_queries",
@@ -151,10 +151,11 @@ class ThreadBlock(NamedTuple):
     shared: dict[str, Any]  # shared memory and barriers
 
 
-def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
+def _kernel(config: BackwardConfig, heads: int, other_heads: int, num_seen: int, *refs: Any, **scratch: Any) -> None:
     split = config.num_resident
-    rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
-    stats, tiles, *results = refs[split + 5 :]
+    end = split + 3 + num_seen
+    rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : end]
+    stats, tiles, *results = refs[end:]
     head, number, wg = (lax.axis_index(name) for name in ("head", "tile", "wg"))
     # Long tiles begin first: in most layouts the last queries and the first keys see, or are seen by, most.
     number = number if config.from_keys else tiles.shape[0] - 1 - number
@@ -212,7 +213,7 @@ def _consume(thread_block: ThreadBlock, wg: Array) -> None:
         before = (half, tile.q_batch) if len(x.shape) == 5 else (tile.q_batch,)
         copy_rows(x, before, first_row, head, shared["row_smem"].at[slot], shared["rows_ready"].at[wg])
     row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
-    last, segments = (read(ref.at[tile.number, own], ROW) for ref in seen_refs)
+    seen = tuple(read(ref.at[tile.number, own], ROW) for ref in seen_refs)
     wait(shared["rows_ready"].at[wg])
 
     def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
@@ -230,7 +231,7 @@ def _consume(thread_block: ThreadBlock, wg: Array) -> None:
         def to_weights(scores: Array) -> Array:
             weights = jnp.exp2(scores * (config.scale * _LOG2E))
             if masked:
-                weights = jnp.where(others.seen(tile, (last, segments), block, shape), weights, jnp.float32(0))
+                weights = jnp.where(others.seen(tile, seen, block, shape), weights, jnp.float32(0))
             return weights
 
         def first_products(of_scores: Accumulator, of_d_weights: Accumulator) -> tuple[Array, Array]:

@@ -42,7 +42,7 @@ class ForwardConfig:
 
 
 def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
-    """q and scale with a positive scale. The kernel takes maxima before scaling, so a scale must keep their order."""
+    """Make the scale positive by the sign of q. The kernel takes maxima before scaling, which must keep their order."""
     if abs(scale) < 1e-30:
         return jnp.zeros_like(q), 1.0
     return (q, scale) if scale > 0 else (-q, -scale)

@@ -54,7 +54,9 @@ class Contiguous(NamedTuple):
         """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
         at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
         positions, segments = (broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
-        return (positions <= broadcast(rows[0], shape, 0)) & (segments == broadcast(rows[1], shape, 0))
+        last, of_rows, *first = (broadcast(x, shape, 0) for x in rows)
+        seen = (positions <= last) & (segments == of_rows)
+        return seen & (positions >= first[0]) if first else seen
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
         """Nothing to do, as TMA writes zeros for what is beyond the end."""
@@ -149,9 +151,10 @@ class Paged(NamedTuple):
         lax.fori_loop(0, size // step, body, None)
 
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
-        """The mask of a block: bool `shape`, rows by slots. `rows` holds the last slot that each row sees."""
+        """The mask of a block: bool `shape`, rows by slots. `rows` are the last slots seen, and perhaps the first."""
         slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]
-        return slots <= broadcast(rows[0], shape, 0)
+        seen = slots <= broadcast(rows[0], shape, 0)
+        return seen & (slots >= broadcast(rows[1], shape, 0)) if len(rows) > 1 else seen
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
         """Set values in slots never written to 0: they may be NaN, which a weight of 0 would not remove."""

@@ -118,7 +118,7 @@ def _kernel(
     layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
 
     def load_first(row: _Row) -> tuple[list[Array], list[Array]]:
-        """lse and out of the first pieces, as many as are left of a row's after whole groups; -inf for the rest."""
+        """Load lse and out of the first pieces, as many as a row has left after whole groups; -inf for the rest."""
         numbers = range(config.num_loads)
         at = [row.first + jnp.minimum(number, jnp.maximum(row.in_first - 1, 0)) for number in numbers]
         loaded = [(lses[piece, row.slot], read(outs.at[piece, row.slot], layout)) for piece in at]
@@ -128,7 +128,7 @@ def _kernel(
         return masked, [out for _, out in loaded]
 
     def load(row: _Row, n: Any) -> tuple[list[Array], list[Array]]:
-        """lse and out of the n-th group after the first."""
+        """Load lse and out of the n-th group after the first."""
         own = pl.ds(row.first + row.in_first + n * config.num_loads, config.num_loads)
         # The places of a group differ by constants, so that one address serves it.
         lse, out = lses.at[own], outs.at[own]

@@ -164,8 +164,7 @@ class Consumer(Machine, Protocol):
         """Return what the masks of these rows need, an acc of 0, and the softmax of rows that have seen nothing."""
 
     def weigh(self, tile: Any, mask: Any, n: Any, softmax: Any, scores: Any) -> tuple[Any, Any, Any]:
-        """The softmax after the n-th block, the block's weights in float32, and the decay of what came before.
-        Without a mask, it is None."""
+        """Return the softmax after block n, its float32 weights, and the decay of those before; None without a mask."""
 
     def scale(self, acc: Any, decay: Any) -> Any: ...
 
@@ -176,8 +175,7 @@ class Consumer(Machine, Protocol):
         """Write zeros over values of the n-th block that were never written, in a stage of `v`."""
 
     def multiply(self, products: Callable[..., Any], scores: bool, acc: Any = None, like: Any = None) -> Any:
-        """Return what `products` does, called with an accumulator of zeros for scores, if `scores`, then one that
-        begins with `acc`, if given; then `like` has the structure, shapes and dtypes of what it returns."""
+        """Return what `products` does, which is `like` that, with zeros for scores, if any, then what `acc` begins."""
 
     def issue_scores(self, accumulator: Any, stage: Any) -> None:
         """Begin `accumulator += q[consumer] @ k[stage].T`, which reads both until it is awaited."""

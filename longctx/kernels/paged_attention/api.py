@@ -7,9 +7,19 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
 from longctx.annotations import Nested, Real
-from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale
+from longctx.kernels.attention.operands import (
+    Window,
+    check_implementation,
+    check_out_dtype,
+    check_scale,
+    check_sinks,
+    check_soft_cap,
+    check_window,
+)
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
@@ -37,6 +47,10 @@ def paged_attention(
     q_positions: Int[ArrayLike, "T"] | Nested,
     q_sequence: Int[ArrayLike, "T"] | Nested,
     first_page: ArrayLike = 0,
+    *,
+    window: Window | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
+    logits_soft_cap: Real | None = None,
     scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
@@ -46,10 +60,11 @@ def paged_attention(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
-    Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's
-    `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order; consecutive rows of one
-    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient but for `"reference"`,
-    only `jax.jvp`. As `attention`, it compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
+    Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]`, within the `window`, and
+    below that sequence's `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order;
+    consecutive rows of one sequence save work. The work follows the lengths, not M, B or padding. There is no gradient
+    but for `"reference"`, only `jax.jvp`. As `attention`, it compiles once for its shapes outside of `jax.jit`, and
+    arrays may be NumPy's.
 
     Args:
       q: queries `[T, N, H]`, floating point.
@@ -67,10 +82,12 @@ def paged_attention(
       q_sequence: `[T]` integers, below B; negative is padding.
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: a slice of the pool would be a copy.
+      window: as for `attention`; the pages before it are not read.
+      sinks, logits_soft_cap: as for `attention`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 16 to
-        128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"xla"` or `"reference"` (dense, the
-        oracle); None picks the best that supports the case (`longctx.kernels.explain`).
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; no soft cap; page sizes
+        of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"xla"` or `"reference"` (dense,
+        the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.
@@ -110,10 +127,12 @@ def paged_attention(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale
     )
     check_implementation(implementation, IMPLEMENTATIONS)
-    scale = check_scale(scale, operands.q.shape[-1])
+    cap = check_soft_cap(logits_soft_cap)
+    rule = AttentionRule(True, check_scale(scale, operands.q.shape[-1]), check_window(window), cap)
+    sinks = check_sinks(sinks, operands.q)
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
-        implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages)
+        implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages, cap is not None)
     elif not isinstance(plan, PagedPlan):
         raise TypeError(f"plan must be what plan_paged_attention returns, got {type(plan).__name__}")
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
@@ -121,42 +140,51 @@ def paged_attention(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
         )
+    elif plan.window != rule.window[0]:
+        raise ValueError(
+            f"plan must be for a window of {rule.window[0]} tokens before a row, got one for {plan.window}"
+        )
     elif plan.is_fp8 != (operands.k_scale is not None):
         of_plan = "FP8 pages" if plan.is_fp8 else "pages that are not FP8"
         raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")
     else:
-        implementation = choose_implementation(plan.implementation, operands.q.dtype, operands.k_pages)
-    return _paged_attention(operands, plan, implementation, scale, out_dtype)
+        pages = operands.k_pages
+        implementation = choose_implementation(plan.implementation, operands.q.dtype, pages, cap is not None)
+    wide = None if sinks is None else wide_dtype(operands.q.dtype)
+    out, lse = with_sinks(_paged_attention(operands, plan, implementation, rule, wide or out_dtype), sinks)
+    return out.astype(out_dtype), lse
 
 
-@kernel_jit("implementation", "scale", "out_dtype", inline=True)
+@kernel_jit("implementation", "rule", "out_dtype", inline=True)
 def _paged_attention(
-    operands: PagedOperands, plan: PagedPlan | None, implementation: str, scale: Real, out_dtype: jnp.dtype
+    operands: PagedOperands, plan: PagedPlan | None, implementation: str, rule: AttentionRule, out_dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     operands = match_varying(jax.tree.map(jnp.asarray, operands))
     if plan is None:
-        plan = make_plan(operands, implementation)
+        plan = make_plan(operands, implementation, rule.window[0])
         if not plan.empty:
             debug_check_table(operands)
     if plan.empty:
         out = jnp.zeros_like(operands.q, wide_dtype(operands.q.dtype))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        out, lse = _divided(operands, plan, scale, out_dtype)
+        out, lse = _divided(operands, plan, rule, out_dtype)
         if plan.implementation != "reference":
             out, lse = end_reverse_mode((out, lse), _NO_GRADIENT)
     return out.astype(out_dtype), lse
 
 
-def _divided(operands: PagedOperands, plan: PagedPlan, scale: float, out_dtype: jnp.dtype) -> tuple[Array, Array]:
+def _divided(
+    operands: PagedOperands, plan: PagedPlan, rule: AttentionRule, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
     """Compute, with heads divided over the mesh. Every device has all pages of its KV heads."""
     leaves, tree = jax.tree.flatten((operands, plan.data))
 
     def local(*leaves: Array) -> tuple[Array, ...]:
         mine, data = jax.tree.unflatten(tree, leaves)
         if shapes_of(mine) != shapes_of(operands):
-            data = make_plan(mine, plan.implementation).data
-        return IMPLEMENTATIONS[plan.implementation][1](mine, scale, data, out_dtype)
+            data = make_plan(mine, plan.implementation, rule.window[0]).data
+        return IMPLEMENTATIONS[plan.implementation][1](mine, rule, data, out_dtype)
 
     of_heads = {"q": ("", "k g", ""), "k_pages": ("", "", "k", ""), "k_scale": ("", "k", "")}
     of_heads |= {"v_pages": of_heads["k_pages"], "v_scale": of_heads["k_scale"]}
@@ -164,5 +192,5 @@ def _divided(operands: PagedOperands, plan: PagedPlan, scale: float, out_dtype: 
     labels = [without_ones(x.shape, of_heads.get(name, ("",) * x.ndim)) for name, x in given]
     labels += [("",) * x.ndim for x in leaves[len(given) :]]
     names = [name if name in of_heads else "" for name, _ in given] + [""] * (len(leaves) - len(given))
-    rule = Rule(tuple(names), tuple(labels), (labels[0], labels[0][:-1]), splits_groups=False)
-    return partitioned(local, rule, None, *leaves)  # type: ignore[return-value]
+    division = Rule(tuple(names), tuple(labels), (labels[0], labels[0][:-1]), splits_groups=False)
+    return partitioned(local, division, None, *leaves)  # type: ignore[return-value]

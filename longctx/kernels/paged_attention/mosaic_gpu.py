@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
@@ -31,35 +32,41 @@ class MosaicGpuPlan(NamedTuple):
 
     token: Array  # [rows], the row of q and the head of its group that a row of the kernel takes
     head: Array  # [rows]
-    last: Array  # [tiles, block_q], the last slot seen by the rows of each tile
+    seen: tuple[
+        Array, ...
+    ]  # the last slot that a row of each tile sees and, with a window, the first: [tiles, block_q]
     work: Work
     place: Array  # [T, G], tile * block_q + row: where the rows of a row of q are; -1: it is padding
 
 
 def mosaic_gpu_paged_attention(
-    operands: PagedOperands, scale: float, plan: MosaicGpuPlan, out_dtype: DTypeLike = jnp.float32
+    operands: PagedOperands, rule: AttentionRule, plan: MosaicGpuPlan, out_dtype: DTypeLike = jnp.float32
 ) -> tuple[Array, Array]:
     """As `xla_paged_attention`, for 16-bit q and the head and page sizes that `selection.unsupported_reason` allows."""
     q, k_pages, v_pages = operands[:3]
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
-    q, scale = with_positive_scale(q, scale)
+    q, scale = with_positive_scale(q, rule.scale)
     rows = q.reshape(length, kv_heads, heads // kv_heads, head_size)[plan.token, :, plan.head][None]
     fp8 = operands.k_scale is not None
     k_pages, v_pages = (lax.bitcast_convert_type(x, E4M3) if fp8 else from_bits(x, q.dtype) for x in (k_pages, v_pages))
     scales = operands.k_scale, operands.v_scale
     pages = Paged(k_pages, v_pages, operands.page_table, operands.first_page[None], *scales)
-    config = ForwardConfig(TileConfig.choose(head_size, plan.last.shape[1], fp8), scale, split=True)
-    out, lse = attention_forward(rows, pages, (plan.last,), plan.work, config, jnp.float32)
+    config = ForwardConfig(TileConfig.choose(head_size, plan.seen[0].shape[1], fp8), scale, split=True)
+    out, lse = attention_forward(rows, pages, plan.seen, plan.work, config, jnp.float32)
     assert plan.work.pieces is not None
     return merge_pieces(out, lse, plan.work.pieces, plan.place, heads, out_dtype)
 
 
 def plan_mosaic_gpu(
-    operands: PagedOperands, max_rows_per_sequence: int | None = None, reserved_multiprocessors: int = 0
+    operands: PagedOperands,
+    before: int | None = None,
+    max_rows_per_sequence: int | None = None,
+    reserved_multiprocessors: int = 0,
 ) -> MosaicGpuPlan:
     """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers.
 
-    There is a worker on each multiprocessor that is not reserved.
+    There is a worker on each multiprocessor that is not reserved. A row sees no key more than `before` tokens before
+    it; None: any.
 
     Tiles are no larger than `max_rows_per_sequence` rows of q need. A sequence with more rows has more tiles.
     """
@@ -104,6 +111,14 @@ def plan_mosaic_gpu(
     of_tile = first[:, None] + jnp.arange(tile_config.block_q, dtype=jnp.int32)[None]
     of_tile = jnp.clip(of_tile, 0, (first_row + jnp.maximum(num_rows, 1))[of][:, None] - 1)
     tile_seen = jnp.where(used[:, None], seen[token][of_tile], 0)
+    rows_seen: tuple[Array, ...] = (tile_seen - 1,)
+    start = full_start = jnp.zeros_like(tile)
+    if before is not None:
+        unseen = _count_slots(operands, jnp.maximum(operands.q_positions, 0) - before - 1, operands.q_sequence)
+        tile_unseen = jnp.where(used[:, None], jnp.where(real, unseen, 0)[token][of_tile], 0)
+        rows_seen += (tile_unseen,)
+        start = jnp.min(tile_unseen, 1) // tile_config.block_kv
+        full_start = -(-jnp.max(tile_unseen, 1) // tile_config.block_kv)
     everything = jnp.full_like(operands.kv_lengths, jnp.iinfo(jnp.int32).max - 1)
     written = _count_slots(operands, everything, number)
 
@@ -113,16 +128,20 @@ def plan_mosaic_gpu(
         q_row=jnp.where(used, first, 0),
         kv=of,
         kv_tokens=written[of],
-        start=none,
-        full_start=none,
+        start=start,
+        full_start=full_start,
         full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
         stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
+    if before is not None:
+        stop = jnp.maximum(tiles.stop, start)
+        full_start = jnp.clip(full_start, start, stop)
+        tiles = tiles._replace(full_start=full_start, full_stop=jnp.clip(tiles.full_stop, full_start, stop), stop=stop)
     work = equal_shares(tiles, kv_heads, Device.target().unreserved(reserved_multiprocessors))
     sequence = jnp.minimum(sequence, num_sequences - 1)
     within = (place - first_token[sequence])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
     place = first_tile[sequence][:, None] * tile_config.block_q + within
-    return MosaicGpuPlan(token, head, tile_seen - 1, work, jnp.where(real[:, None], place, -1))
+    return MosaicGpuPlan(token, head, rows_seen, work, jnp.where(real[:, None], place, -1))
 
 
 def max_rows(length: int, group: int, num_sequences: int) -> int:

@@ -16,7 +16,8 @@ from jaxtyping import ArrayLike, Int, Shaped
 from longctx.annotations import Nested
 from longctx.kernels import selection
 from longctx.kernels.arrays import check_constant, check_floating
-from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.attention.operands import Window, check_implementation, check_window
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
@@ -32,30 +33,32 @@ def plan_mosaic_gpu(operands: PagedOperands, *limits: Any) -> Any:
 
 
 def mosaic_gpu_paged_attention(
-    operands: PagedOperands, scale: float, plan: Any, out_dtype: jnp.dtype
+    operands: PagedOperands, rule: AttentionRule, plan: Any, out_dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
-    return mosaic_gpu_paged_attention(operands, scale, plan, out_dtype)
+    return mosaic_gpu_paged_attention(operands, rule, plan, out_dtype)
 
 
-# plan(operands, max_rows_per_sequence, reserved_multiprocessors) -> data, from shapes and metadata
-# forward(operands, scale, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
+# plan(operands, before, max_rows_per_sequence, reserved_multiprocessors) -> data, from shapes and metadata
+# forward(operands, rule, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
     "xla": (
-        lambda operands, *_: plan_xla(operands),
-        lambda operands, scale, data, _: xla_paged_attention(operands, scale, data),
+        lambda operands, before, *_: plan_xla(operands, before),
+        lambda operands, rule, data, _: xla_paged_attention(operands, rule, data),
     ),
     "reference": (
         lambda operands, *_: None,
-        lambda operands, scale, data, _: reference_paged_attention(operands, scale, data),
+        lambda operands, rule, data, _: reference_paged_attention(operands, rule, data),
     ),
 }
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("implementation", "shapes", "is_fp8", "empty")
+    jax.tree_util.register_dataclass,
+    data_fields=("data",),
+    meta_fields=("implementation", "window", "shapes", "is_fp8", "empty"),
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
@@ -63,6 +66,7 @@ class PagedPlan:
 
     Attributes:
       implementation: which it serves.
+      window: how many tokens before a row it sees; None: any number.
       shapes: of q, of the pages and of the page table that it serves.
       is_fp8: whether the pages are FP8.
       empty: whether there is no row or no page.
@@ -80,6 +84,7 @@ class PagedPlan:
     """
 
     implementation: str
+    window: int | None
     shapes: tuple[tuple[int, ...], ...]
     is_fp8: bool  # the pages
     empty: bool  # no row, or no page
@@ -94,6 +99,7 @@ def plan_paged_attention(
     kv_lengths: Int[ArrayLike, "B"] | Nested,
     q_positions: Int[ArrayLike, "T"] | Nested,
     q_sequence: Int[ArrayLike, "T"] | Nested,
+    window: Window | None = None,
     implementation: str | None = None,
     q_dtype: DTypeLike | None = None,
     max_rows_per_sequence: int | None = None,
@@ -106,7 +112,7 @@ def plan_paged_attention(
     Args:
       num_heads: query heads N.
       k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read.
-      page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
+      page_table, page_index, kv_lengths, q_positions, q_sequence, window: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
       max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
@@ -153,31 +159,36 @@ def plan_paged_attention(
         max_rows_per_sequence = int(max_rows_per_sequence)
     if not isinstance(reserved_multiprocessors, Integral) or reserved_multiprocessors < 0:
         raise ValueError(f"reserved_multiprocessors must be an integer of 0 or more, got {reserved_multiprocessors!r}")
-    limits = max_rows_per_sequence, int(reserved_multiprocessors)
+    limits = check_window(window)[0], max_rows_per_sequence, int(reserved_multiprocessors)
     chosen = choose_implementation(implementation, q.dtype, pages)
     return _plan(q, pages, chosen, limits, metadata)
 
 
 @kernel_jit("q", "pages", "implementation", "limits", inline=True)
-def _plan(q: Any, pages: Any, implementation: str, limits: tuple[int | None, int], metadata: Any) -> PagedPlan:
+def _plan(
+    q: Any, pages: Any, implementation: str, limits: tuple[int | None, int | None, int], metadata: Any
+) -> PagedPlan:
     arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
     operands = PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0))
     return make_plan(operands, implementation, *limits)
 
 
-def make_plan(operands: PagedOperands, implementation: str, *limits: Any) -> PagedPlan:
+def make_plan(operands: PagedOperands, implementation: str, before: int | None, *limits: Any) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
     if implementation != "reference":
         check_constant(implementation, T=q.shape[0], M=operands.page_table.shape[1])
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
-    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, *limits)
-    return PagedPlan(implementation, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
+    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, before, *limits)
+    return PagedPlan(implementation, before, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
 
 
-def choose_implementation(implementation: str | None, q_dtype: jnp.dtype, k_pages: Any) -> str:
+def choose_implementation(
+    implementation: str | None, q_dtype: jnp.dtype, k_pages: Any, has_soft_cap: bool = False
+) -> str:
     """`selection.choose` for queries of a dtype and pages: an array, or its type."""
-    return selection.choose(implementation, selection.Case.of_pages(q_dtype, k_pages))
+    case = selection.Case.of_pages(q_dtype, k_pages)
+    return selection.choose(implementation, case._replace(has_soft_cap=has_soft_cap))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

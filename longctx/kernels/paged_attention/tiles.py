@@ -23,12 +23,16 @@ class Tiles(NamedTuple):
     sequence: Array
     num_full: Array  # number of leading page table entries of which all rows see every key
     num_entries: Array  # number of leading entries of which some row sees some key
+    # With a window: the numbers of leading entries of which no row sees a key, and of which some row does not see all.
+    first_entry: Array | None = None
+    first_full: Array | None = None
 
 
-def partition_rows(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
+def partition_rows(operands: PagedOperands, sizes: tuple[int, ...], before: int | None = None) -> list[Tiles]:
     """Partition every run of rows of one sequence into tiles of the last size and one tile for the rest.
 
-    The tile for the rest has the least size that holds it. Sizes ascend, and the first is 1.
+    The tile for the rest has the least size that holds it. Sizes ascend, and the first is 1. A row sees no key more
+    than `before` tokens before it; None: any.
     """
     q_sequence = operands.q_sequence
     num_rows = q_sequence.shape[0]
@@ -60,7 +64,7 @@ def partition_rows(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tile
         _extremes(operands.q_positions, size, first[part], stop[part]) for size, part in zip(sizes, parts, strict=True)
     ]
     lowest, highest = (jnp.concatenate(x) for x in zip(*extremes, strict=True))
-    found = first, stop, sequence, *_count_entries(operands, lowest, highest, sequence)
+    found = first, stop, sequence, *_count_entries(operands, lowest, highest, sequence, before)
     return [Tiles(number[level, -1], *(x[part] for x in found)) for level, part in enumerate(parts)]
 
 
@@ -73,19 +77,23 @@ def _extremes(positions: Array, size: int, first: Array, stop: Array) -> tuple[A
     return lowest, jnp.max(jnp.where(own, positions, -1), 1)
 
 
-def _count_entries(operands: PagedOperands, lowest: Array, highest: Array, sequence: Array) -> tuple[Array, Array]:
-    """`num_full` and `num_entries` of tiles `[n]`."""
+def _count_entries(
+    operands: PagedOperands, lowest: Array, highest: Array, sequence: Array, before: int | None
+) -> tuple[Array, ...]:
+    """Compute `num_full`, `num_entries` and, with a window, `first_entry` and `first_full` of tiles `[n]`."""
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     last_key = operands.kv_lengths[sequence] - 1
-    first_unseen = (jnp.minimum(lowest, last_key) + 1) // page_size, jnp.minimum(highest, last_key) // page_size + 1
+    num_full = (jnp.minimum(lowest, last_key) + 1) // page_size
+    first_unseen: tuple[Array, ...] = num_full, jnp.minimum(highest, last_key) // page_size + 1
+    if before is not None:
+        first_seen, first_seen_by_all = (jnp.maximum(jnp.maximum(x, 0) - before, 0) for x in (lowest, highest))
+        first_unseen = *first_unseen, first_seen // page_size, -(-first_seen_by_all // page_size)
     page = jnp.stack(first_unseen)
     if operands.page_index is None:
-        num_full, num_seen = jnp.clip(page, 0, num_entries)
-        return num_full, num_seen
+        return tuple(jnp.clip(page, 0, num_entries))
     # Entries in use come first and ascend; all others are at or after the sequence's length.
     index = operands.page_index
-    num_full, num_seen = count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape)
-    return num_full, num_seen
+    return tuple(count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape))
 
 
 def count_leading(holds: Callable[[Array], Array], size: int, shape: tuple[int, ...]) -> Array:

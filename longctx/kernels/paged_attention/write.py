@@ -22,11 +22,11 @@ def write_pages(
     k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
     v_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
 ) -> tuple[Array, ...]:
-    """Write the keys and values of some tokens to their slots, in place if the pages are donated or a loop carries
-    them.
+    """Write the keys and values of some tokens to their slots.
 
-    With scales the pages are FP8: the row of each token and KV head is rounded to `e4m3 values * scale`, where the
-    scale is its largest absolute value / 448. A row with NaN or infinity becomes NaN.
+    In place if the pages are donated or a loop carries them. With scales the pages are FP8: the row of each token and
+    KV head is rounded to `e4m3 values * scale`, where the scale is its largest absolute value / 448. A row with NaN or
+    infinity becomes NaN.
 
     Args:
       k_pages, v_pages: `[pages, page_size, K, H]` in the dtype of k, or uint16: the bits of a 16-bit k.dtype. With

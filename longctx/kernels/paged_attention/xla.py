@@ -6,12 +6,14 @@ over the rest.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
+from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8_rows import dequantize_rows
 from longctx.kernels.operand_dtype import operand_dtype, wide_dtype
@@ -32,13 +34,13 @@ _FEW_ROWS = 256
 _ZERO = np.int32(0)
 
 
-def plan_xla(operands: PagedOperands) -> list[Tiles]:
-    """The tiles of each size."""
+def plan_xla(operands: PagedOperands, before: int | None = None) -> list[Tiles]:
+    """Return the tiles of each size; `before`: how many tokens before a row it sees."""
     num_rows, heads, _ = operands.q.shape
-    return partition_rows(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
+    return partition_rows(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]), before)
 
 
-def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]) -> tuple[Array, Array]:
+def xla_paged_attention(operands: PagedOperands, rule: AttentionRule, plan: list[Tiles]) -> tuple[Array, Array]:
     """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, for at least one row and one page table entry."""
     q, kv_heads = operands.q, operands.k_pages.shape[2]
     dtype = wide_dtype(q.dtype)
@@ -46,7 +48,7 @@ def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]
     out = jnp.zeros_like(grouped, dtype)
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
     for size, tiles in zip(tile_sizes(q.shape[0], grouped.shape[2]), plan, strict=True):
-        state = _compute_tiles(operands, grouped, size, tiles, scale, state)
+        state = _compute_tiles(operands, grouped, size, tiles, rule, state)
     return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
 
 
@@ -62,7 +64,7 @@ def pages_per_block(page_size: int, rows: int) -> int:
 
 
 def _compute_tiles(
-    operands: PagedOperands, q: Array, size: int, tiles: Tiles, scale: float, state: tuple[Array, Array]
+    operands: PagedOperands, q: Array, size: int, tiles: Tiles, rule: AttentionRule, state: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
@@ -76,13 +78,12 @@ def _compute_tiles(
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, head = jnp.divmod(jnp.int32(index), jnp.int32(kv_heads // heads))
-        first, stop, sequence, num_full, num_seen = (x[index] for x in tiles[1:])
+        first, stop, sequence, num_full, num_seen = (x[index] for x in tiles[1:6])
         start = jnp.minimum(first, num_rows - size)
         rows = start + jnp.arange(size, dtype=jnp.int32)
         own = (rows >= first) & (rows < stop)
-        last_seen = jnp.minimum(
-            lax.dynamic_slice(operands.q_positions, (start,), (size,)), operands.kv_lengths[sequence] - 1
-        )
+        positions = lax.dynamic_slice(operands.q_positions, (start,), (size,))
+        last_seen = jnp.minimum(positions, operands.kv_lengths[sequence] - 1)
         at = (start, head, _ZERO, _ZERO)
         shape = (size, heads, group, head_size)
         q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(operand)
@@ -96,21 +97,40 @@ def _compute_tiles(
             k_block = _block(operands.k_pages, operands.k_scale, pages, head, heads, q.dtype, operand)
             v_block = _block(operands.v_pages, operands.v_scale, pages, head, heads, q.dtype, operand)
             if not masked:
-                return softmax.absorb(q_rows, k_block, v_block, scale)
+                return softmax.absorb(q_rows, k_block, v_block, rule)
             page = entry if operands.page_index is None else operands.page_index[sequence, entry]
             key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
             written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
             seen = (key[None] <= last_seen[:, None]) & written[None]
+            if rule.window[0] is not None:
+                # A row sees no key before position 0, so nothing is lost where the difference would overflow.
+                seen &= key[None] >= (jnp.maximum(positions, 0) - rule.window[0])[:, None]
             # A slot never written may hold NaN, which a weight of 0 would not remove.
             v_block = jnp.where(written[:, None], v_block, 0)
-            return softmax.absorb(q_rows, k_block, v_block, scale, jnp.repeat(seen, heads * group, axis=0))
+            return softmax.absorb(q_rows, k_block, v_block, rule, jnp.repeat(seen, heads * group, axis=0))
 
         num_full = num_full // per_block
+        first_full: Any = _ZERO
+        num_before: Any = _ZERO
+        first_masked, num_blocks = num_full * (per_block // per_masked), (num_seen + per_masked - 1) // per_masked
+        if tiles.first_entry is not None and tiles.first_full is not None:
+            first_block = jnp.minimum(tiles.first_entry[index], num_seen) // per_masked
+            first_full = (tiles.first_full[index] + per_block - 1) // per_block
+            has_full = first_full < num_full
+            first_full, num_full = jnp.where(has_full, first_full, 0), jnp.where(has_full, num_full, 0)
+            # Blocks before those that need no mask come first, then those after them.
+            num_before = jnp.where(has_full, first_full * (per_block // per_masked) - first_block, 0)
+            first_masked = jnp.where(has_full, first_masked - num_before, first_block)
         zeros = jnp.zeros_like(q_rows, state[0].dtype)
         softmax = OnlineSoftmax.of_state(zeros, jnp.full_like(zeros[:, 0], -jnp.inf))
-        softmax = lax.fori_loop(_ZERO, num_full, lambda n, x: block(n, x, per_block, False), softmax)
-        first_masked, num_blocks = num_full * (per_block // per_masked), (num_seen + per_masked - 1) // per_masked
-        softmax = lax.fori_loop(first_masked, num_blocks, lambda n, x: block(n, x, per_masked, True), softmax)
+        softmax = lax.fori_loop(first_full, num_full, lambda n, x: block(n, x, per_block, False), softmax)
+
+        def masked_block(n: Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+            if tiles.first_entry is not None:
+                n = jnp.where(n < first_masked + num_before, n - first_masked + first_block, n)
+            return block(n, softmax, per_masked, True)
+
+        softmax = lax.fori_loop(first_masked, num_blocks, masked_block, softmax)
         out, lse = softmax.state()
         new = _from_block_diagonal(out, shape), lse.reshape(shape[:3])
         old = lax.dynamic_slice(state[0], at, shape), lax.dynamic_slice(state[1], at[:3], shape[:3])

@@ -17,12 +17,14 @@ Source: Mnemosyne, section 5, and Medha, section 4.4 (sequence state replicated 
 """
 
 import contextlib
+import itertools
 import json
 import os
-import selectors
+import queue
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,19 +233,20 @@ def _name(process: int) -> bytes:
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PATH = 90  # a socket's path may have some 100 characters
+_CONNECT_SECONDS = 0.05  # between two tries to reach the service, which may start after its clients
 
 Send = Callable[[bytes, int, bytes], None]
 
 
 class Relay:
-    """One process's end of the relay.
+    """One process's end of the relay. Each connection has a thread for either direction.
 
     Args:
       is_first: process 0 has the service, and connects to it; the others listen in its place.
 
     Attributes:
       address: the service's, for `jax.distributed.initialize`.
-      send: sends bytes of a connection of a peer; no bytes: the connection ends.
+      send: sends bytes of a connection of a peer; no bytes: the connection ends. Any thread calls it.
     """
 
     def __init__(self, is_first: bool) -> None:
@@ -255,104 +258,71 @@ class Relay:
         self._path = str(self._folder / "jax")
         self.address = f"unix:{self._path}"
         self.send: Send = lambda peer, number, data: None
-        self._connections: dict[tuple[bytes, int], _Connection] = {}
-        self._next_number = 0
-        self._selector = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
+        self._unsent: dict[tuple[bytes, int], queue.SimpleQueue[bytes]] = {}  # of each connection; no bytes: its end
+        self._is_first, self._is_closed = is_first, False
+        self._listener = socket.socket(socket.AF_UNIX)
         if not is_first:
-            self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(self._path)
             self._listener.listen()
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        self._is_first = is_first
-
-    def fileno(self) -> int:
-        """Becomes readable when `update` has work."""
-        return self._selector.fileno()
+            _start(self._accept)
 
     def receive(self, peer: bytes, number: int, data: bytes) -> None:
         """Pass on what came from a peer's end of a connection."""
         key = peer, number
-        if key not in self._connections and self._is_first and data:
-            self._connections[key] = _Connection()
-        if key not in self._connections:
-            return
-        if data:
-            self._connections[key].unsent += data
-            self._pass_on(key)
-        else:
-            self._drop(key)
-
-    def update(self) -> None:
-        """Pass on what can be passed on now; never waits."""
-        for key in list(self._connections):
-            self._pass_on(key)
-        for ready, _ in self._selector.select(0):
-            if ready.fileobj is self._listener:
-                self._next_number += 1
-                key = PROCESS_0, self._next_number
-                self._connections[key] = _Connection()
-                self._open(key, self._listener.accept()[0])
-            elif ready.data in self._connections:
-                self._read(ready.data)
+        if key not in self._unsent and self._is_first and data:
+            self._open(key, self._connect)
+        if key in self._unsent:
+            self._unsent[key].put(data)
 
     def close(self) -> None:
         """Listen no more, and remove the folder. Connections stay open: JAX would abort the process if they broke."""
-        self._selector.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends the wait of `_accept`
+        self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, key: tuple[bytes, int], end: socket.socket) -> None:
-        end.setblocking(False)
-        self._connections[key].end = end
-        self._selector.register(end, selectors.EVENT_READ, key)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                end = self._listener.accept()[0]
+                self._open((PROCESS_0, number), lambda end=end: end)  # type: ignore[misc]
 
-    def _pass_on(self, key: tuple[bytes, int]) -> None:
-        """Send to JAX what it takes now; the service may not have started yet."""
-        connection = self._connections[key]
-        if connection.end is None:
+    def _connect(self) -> socket.socket | None:
+        while not self._is_closed:
             end = socket.socket(socket.AF_UNIX)
             try:
                 end.connect(self._path)
             except OSError:
                 end.close()
-                return
-            self._open(key, end)
-        assert connection.end is not None
-        try:
-            while connection.unsent:
-                del connection.unsent[: connection.end.send(connection.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._end(key)
+                time.sleep(_CONNECT_SECONDS)
+            else:
+                return end
+        return None
 
-    def _read(self, key: tuple[bytes, int]) -> None:
-        end, data = self._connections[key].end, b""
-        assert end is not None
+    def _open(self, key: tuple[bytes, int], connect: Callable[[], socket.socket | None]) -> None:
+        self._unsent[key] = queue.SimpleQueue()
+        _start(lambda: self._write(key, connect))
+
+    def _write(self, key: tuple[bytes, int], connect: Callable[[], socket.socket | None]) -> None:
+        """Pass on to JAX what came for a connection, until its other end has closed or JAX has."""
+        if (end := connect()) is None:
+            return
+        _start(lambda: self._read(key, end))
         with contextlib.suppress(OSError):
-            data = end.recv(_CHUNK_BYTES)
-        if data:
-            self.send(*key, data)
-        else:
-            self._end(key)
+            while data := self._unsent[key].get():
+                end.sendall(data)
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)  # which ends `_read`
+        end.close()
 
-    def _end(self, key: tuple[bytes, int]) -> None:
-        """JAX has closed its end."""
+    def _read(self, key: tuple[bytes, int], end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := end.recv(_CHUNK_BYTES):
+                self.send(*key, data)
         self.send(*key, b"")
-        self._drop(key)
-
-    def _drop(self, key: tuple[bytes, int]) -> None:
-        end = self._connections.pop(key).end
-        if end is not None:
-            self._selector.unregister(end)
-            end.close()
+        self._unsent[key].put(b"")
 
 
-class _Connection:
-    """Connection to JAX in this process; `end` is None until its service has started."""
-
-    def __init__(self) -> None:
-        self.end: socket.socket | None = None
-        self.unsent = bytearray()
+def _start(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="longctx-relay", daemon=True).start()

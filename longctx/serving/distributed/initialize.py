@@ -12,9 +12,9 @@ import jaxlib
 
 import longctx
 from longctx import extras
+from longctx.models.validation import check_integer, check_real
 from longctx.serving.distributed.environment import ClusterEnv, detect, find_group_secret
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.validation import check_integer, check_real
 
 
 def initialize(

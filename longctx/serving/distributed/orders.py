@@ -43,8 +43,10 @@ class Arrival(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Request that the engine has cancelled at a time; or, with `lease`, ended for another engine, for which its
-    pages are kept under this id, see `Request.lease`."""
+    """Request that the engine has cancelled at a time, or with `lease` has ended for another engine.
+
+    Its pages are kept under this id then, see `Request.lease`.
+    """
 
     request_id: str
     lease: str | None = None
@@ -55,12 +57,6 @@ class Release(NamedTuple):
     """Lease that is no longer needed."""
 
     lease_id: str
-
-
-class Forget(NamedTuple):
-    """Pages that are to be found no more: they were wrong."""
-
-    keys: list[bytes]
 
 
 class Pin(NamedTuple):
@@ -87,7 +83,7 @@ class Located(NamedTuple):
     place: dict[str, Any] | None
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin | Evict | Located
+RequestUpdate = Arrival | Cancel | Loaded | Release | Pin | Evict | Located
 
 
 class StepOrder(NamedTuple):
@@ -186,8 +182,6 @@ def encode_update(update: RequestUpdate) -> tuple[dict[str, Any], list[bytes]]:
             return {"loaded": update}, []
         case Release():
             return {"released": update.lease_id}, []
-        case Forget():
-            return {"forgotten": [key.hex() for key in update.keys]}, []
         case Pin():
             return {"pinned": [key.hex() for key in update.keys], "seconds": update.seconds}, []
         case Evict():
@@ -213,6 +207,4 @@ def decode_update(fields: dict[str, Any], tokens: Iterator[bytes]) -> RequestUpd
             return Located(lease_id, place)
         case {"pinned": keys, "seconds": seconds}:
             return Pin([bytes.fromhex(key) for key in keys], seconds)
-        case {"forgotten": keys}:
-            return Forget([bytes.fromhex(key) for key in keys])
     return Cancel(fields["id"], fields["lease"])

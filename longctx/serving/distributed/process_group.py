@@ -84,6 +84,13 @@ class ProcessGroup:
         """Whether this process takes requests."""
         return self.process_id == 0
 
+    @property
+    def ports(self) -> list[int]:
+        """Ports at which the first process listens, for firewalls; in other processes none."""
+        if self.watchdog is None or not self.is_first:
+            return []
+        return [self.watchdog.port, self._channel.port]  # type: ignore[union-attr]
+
     def gather(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
         """Gather a value of plain data from every process, in their order.
 

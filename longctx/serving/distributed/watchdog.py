@@ -58,6 +58,7 @@ class Watchdog:
       failure_timeout: seconds.
 
     Attributes:
+      relay: as given.
       explain: returns this process's last decisions as text, for when those of another process differ.
       allows_disconnects: whether peers may close their connections without ending this process.
     """
@@ -65,7 +66,7 @@ class Watchdog:
     def __init__(self, me: str, control: Control, peers: list[Peer], relay: Relay, failure_timeout: float) -> None:
         self.me, self.peers, self.failure_timeout = me, peers, failure_timeout
         self.explain: Callable[[], str] = str
-        self._control, self._relay = control, relay
+        self._control, self.relay = control, relay
         self._outbox: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
         relay.send = lambda peer, number, data: self._outbox.put(_Outgoing(peer, "relay", number, data))
         self.allows_disconnects = False
@@ -76,6 +77,11 @@ class Watchdog:
         self._next_check = self._next_refusal = 0.0
         self._thread = threading.Thread(target=self._run, name="longctx-watchdog", daemon=True)
         self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Port of the control connection."""
+        return self._control.address.port
 
     # Called from the main thread.
 
@@ -126,7 +132,7 @@ class Watchdog:
         """Stop watching: from now on peers may disconnect."""
         self._is_closed = self.allows_disconnects = True
         self._thread.join(timeout=2)
-        self._relay.close()
+        self.relay.close()
 
     # Called from the watchdog's thread.
 
@@ -141,12 +147,10 @@ class Watchdog:
     def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self._control.socket, zmq.POLLIN)
-        poller.register(self._relay.fileno(), zmq.POLLIN)
         while not self._is_closed:
             self._flush()
             poller.poll(_POLL_MS)
             self._receive()
-            self._relay.update()
             if time.monotonic() > self._next_check:
                 self._check_peers()
                 self._next_check = time.monotonic() + _SECONDS_BETWEEN_CHECKS
@@ -190,7 +194,7 @@ class Watchdog:
                 self.allows_disconnects = True
                 self._ended.set()
             case "relay":
-                self._relay.receive(peer.routing_id, message.value, message.data)
+                self.relay.receive(peer.routing_id, message.value, message.data)
             case "value":
                 peer.inbox.put(message.value)
             case "report":
@@ -211,6 +215,6 @@ class Watchdog:
         for peer in self.peers:
             self.send(peer, kind, cause)
         self._flush()
-        self._relay.close()
+        self.relay.close()
         time.sleep(0.5)  # until ZeroMQ has sent the cause
         os._exit(EXIT_STATUS)

@@ -10,10 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from longctx.models.validation import check_real
 from longctx.serving.distributed.orders import Arrival, Cancel, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
@@ -24,7 +23,6 @@ from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.serving.validation import check_real
 
 Sink = Callable[[list[Event]], object]
 """Is called with the events that a step brought a request. It must not block: the engine waits for it."""
@@ -45,8 +43,6 @@ class ActiveRequest:
       sequences: once it has entered the core.
       outputs: of the completions that have ended, by index.
       sink: where an `EngineThread` sends its events; None: it is not of such a thread.
-      moved: the completions that had not ended elsewhere, if it has come back from another engine; None: it has not.
-      migration: while it leaves for another engine.
     """
 
     prepared: PreparedRequest
@@ -55,8 +51,6 @@ class ActiveRequest:
     handoff: Handoff | None = None
     sources: Mapping[str, LeasedSource] = field(default_factory=dict)
     sink: Sink | None = None
-    moved: set[int] | None = None
-    migration: MigratingRequest | None = None
     request_id: str = ""
     available: int | None = None
     resumed: float | None = None
@@ -92,45 +86,6 @@ class ActiveRequest:
         if all(completion_of(sequence).metrics.admitted is not None for sequence in self.sequences):
             return 0
         return sum(completion_of(self.sequences[index]).metrics.admitted is None for index in self.open)
-
-
-class MigratedRequest(NamedTuple):
-    """A request that has left an engine's thread.
-
-    Attributes:
-      sink: still waits for its events.
-      outputs: of all completions, in order; those that had ended before are whole, others say `"moved"`.
-    """
-
-    prepared: PreparedRequest
-    arrival: float
-    sink: Sink
-    outputs: list[Output]
-
-    @property
-    def open(self) -> set[int]:
-        """The completions that have not ended."""
-        return {output.index for output in self.outputs if output.finish_reason == "moved"}
-
-
-class MigratingRequest:
-    """A request that is leaving an engine's thread, or has left, while another engine goes on with it.
-
-    Attributes:
-      left: gets what has left between two steps; or None, if the request ended before.
-      is_cancelled: whether its client has cancelled it.
-      on_cancel: is called then, by any thread.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.left: Future[MigratedRequest | None] = Future()
-        self.is_cancelled = False
-        self.on_cancel: Callable[[], object] = lambda: None
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self.on_cancel()
 
 
 class ActiveRequests(dict[str, ActiveRequest]):
@@ -236,14 +191,6 @@ class ActiveRequests(dict[str, ActiveRequest]):
         self[request_id] = request
         self.enter(request)
         return request
-
-    def begin_own(self, request: Request) -> ActiveRequest:
-        """Let a request of the engine's own enter."""
-        prepared = self._input_processor.prepare(request)
-        own = ActiveRequest(prepared, self._clock(), lambda _, event: None, has_begun=True)
-        self.claim([own])
-        self.enter(own)
-        return own
 
     def leave(self, request: ActiveRequest, lease: str | None = None) -> None:
         """End what has not ended of a request; with `lease`, for another engine."""

@@ -13,7 +13,7 @@ from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.mesh import MeshPredictor
+from longctx.serving.predictor.measured import RuntimePredictor
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
@@ -113,7 +113,7 @@ def _exchange_rule(
             most, kv_dtype = config.token_budget, config.kv_dtype
             found = roofline(model, topology, most, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
             costs, link = found, found.exchange
-    if isinstance(predictor, MeshPredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
+    if isinstance(predictor, RuntimePredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
         known = [name for name in SHARDED if name in predictor.kinds]
         return ExchangeRule(plan, rows, config.page_size, predictor, link, known, config.sharded_buckets)
     return ExchangeRule(plan, rows, config.page_size, costs, link, buckets=config.sharded_buckets)

@@ -157,7 +157,7 @@ class Core:
                 _complete(completion.metrics, sequence, now)
                 continue
             sequence.length = completion.num_known
-            if self.page_hash is not None and completion.request.shares_pages:
+            if self.page_hash is not None:
                 completion.extend_keys(sequence.keys, self.page_hash)
             if progress.lease is not None:
                 sequence.source, sequence.available = progress.lease, length
@@ -202,18 +202,6 @@ class Core:
             self.counts["cached_tokens"] += gained
             self.counts["loaded_tokens"] += gained
         return sequence
-
-    def with_followers(self, keys: list[Key]) -> list[Key]:
-        """Return these keys, and those known here of pages that come after them in any sequence."""
-        stores = self.scheduler.stores
-        return keys if stores is None else stores.with_followers(keys)
-
-    def forget(self, keys: list[Key]) -> None:
-        """Let pages be found no more; sequences that hold them go on."""
-        for key in keys:
-            page = self.pool.discard(key)
-            if page is not None and self.scheduler.stores is not None:
-                self.scheduler.stores.forget(page)
 
     def begin(self, now: float) -> Batch | None:
         """Plan a step.
@@ -399,7 +387,7 @@ class Core:
     def _fills_page(self, completion: Completion) -> bool:
         """Whether its last token completes a page that others may find."""
         assert self.page_hash is not None
-        return completion.num_known % self.page_hash.page_size == 0 and completion.request.shares_pages
+        return completion.num_known % self.page_hash.page_size == 0
 
     def _note_planned(self, batch: Batch, now: float) -> None:
         for sequence in batch.admitted:
@@ -453,7 +441,7 @@ class Core:
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""
-        if self.page_hash is None or not completion.request.shares_pages:
+        if self.page_hash is None:
             return []
         full, tail = divmod(length, self.page_hash.page_size)
         if not tail:

@@ -76,6 +76,7 @@ class Engine:
     Attributes:
       model, config: as given.
       core: what decides, see `Core`.
+      executor: runs its batches.
       input_processor: prepares its requests, see `InputProcessor`.
       now: returns seconds of its clock.
       requests: that have not ended, by id.
@@ -138,7 +139,7 @@ class Engine:
         if recorder is not None:
             setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
         self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
-        self._executor, self.now = executor, clock
+        self.executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._monitor = Monitor(monitor)
         self._is_warm = False
@@ -149,9 +150,8 @@ class Engine:
         self.requests = ActiveRequests(
             self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
         )
-        update, share = self._lock.update, self.config.verify_share
         self.pages: PageTransfers = PageTransfers(
-            self.core, executor, store, self._note, update, lambda: self.now(), self._lockstep, share, self.requests
+            self.core, executor, store, self._note, self._lock.update, lambda: self.now(), self._lockstep
         )
 
     def generate(
@@ -237,7 +237,7 @@ class Engine:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         try:
             with self._lock.failing():
-                arguments = self.core, self._executor, self._lockstep, self.input_processor, self.requests, self.pages
+                arguments = self.core, self.executor, self._lockstep, self.input_processor, self.requests, self.pages
                 Follower(*arguments, self._lock.following, sources).run()
         finally:
             self.pages.close()
@@ -256,7 +256,7 @@ class Engine:
             for journal in self._journals:
                 journal.note_clear()
             with self._lock.failing():
-                yield self._executor
+                yield self.executor
 
     @property
     def memory(self) -> MemoryUse | None:
@@ -264,7 +264,7 @@ class Engine:
 
         None: the engine runs on CPUs, or the memory is not known.
         """
-        fit = getattr(self._executor, "fit", None)
+        fit = getattr(self.executor, "fit", None)
         return None if fit is None else fit.use
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -376,7 +376,7 @@ class Engine:
         if self._lock.error is not None and not self._events:
             self._check_alive()
         self._lock.apply()
-        return bool(self.requests.have_begun or self._events or self.core.has_stores or self.pages.verifier.has_work)
+        return bool(self.requests.have_begun or self._events or self.core.has_stores)
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
@@ -434,7 +434,6 @@ class Engine:
         now = self.now()
         with self._lock.failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
-            self.pages.verifier.poll(not self.requests.have_begun)
             for journal in self._journals:
                 journal.note_step(now)
             step = run_step(self.core, self._queue, now, self._journals)
@@ -461,7 +460,6 @@ class Engine:
                 with Interrupts():
                     self._check_alive()
                     self._lock.apply_locked()
-                    self.pages.verifier.give_way()
                     if self.requests:
                         raise RuntimeError(f"{error} {len(self.requests)} have not ended")
                     while self._queue:
@@ -482,14 +480,14 @@ class Engine:
         alone = self._lockstep.is_alone
         if alone:
             with Interrupts.allowed():
-                self._executor.compile(progress)  # an interrupt here breaks nothing
+                self.executor.compile(progress)  # an interrupt here breaks nothing
         if runs:
             with Interrupts() if alone else Interrupts.allowed(), self._lock.failing():
                 if alone:
-                    self._executor.warm_up()
+                    self.executor.warm_up()
                 else:
                     self._lockstep.send_warm_up()
-                    self._lockstep.warm_up(self._executor, progress)
+                    self._lockstep.warm_up(self.executor, progress)
                 self._is_warm = True
 
     def _check_alive(self) -> None:

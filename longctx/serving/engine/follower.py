@@ -8,7 +8,6 @@ from longctx.serving.distributed.orders import (
     Arrival,
     Cancel,
     Evict,
-    Forget,
     Located,
     Release,
     RequestUpdate,
@@ -101,8 +100,6 @@ class Follower:
                 core.end_load(update)
             case Release():
                 core.leases.release(update.lease_id)
-            case Forget():
-                core.forget(update.keys)
             case Evict(tier="device"):
                 keys = frozenset(update.keys)
                 core.pool.evict(lambda key: key in keys)

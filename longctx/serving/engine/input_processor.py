@@ -73,7 +73,7 @@ class InputProcessor:
         tokens = self._tokenise(request.prompt)
         self._check_request(request, len(tokens))
         keys: list[bytes] = []
-        if self._config.prefix_cache and request.shares_pages:
+        if self._config.prefix_cache:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant, request.cache_salt))
         return PreparedRequest(request, tokens, keys, self.fingerprint)
 
@@ -170,7 +170,7 @@ class SequenceMaker:
             seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
-        if params.n > 1 and not (self._prefix_cache and request.shares_pages):
+        if params.n > 1 and not self._prefix_cache:
             # The completions share the prompt's pages with each other alone.
             keys = []
             self._hash.extend(keys, tokens, self._hash.root_of_request(self._count))

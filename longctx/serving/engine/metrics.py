@@ -28,8 +28,6 @@ class StepMetrics(NamedTuple):
       chunks: of prompts: (position of the first token, tokens) of each.
       rows: (request id, rows, whether it decodes) of each sequence in it, decodes first.
       admitted: ids of the requests whose sequences got slots and pages for it.
-      samples: tokens that were sampled.
-      decode_keys: keys that its decodes attended to, their own included.
       rank_seconds: predicted seconds of each context rank, had it not to wait for the others.
       exchange: what its rows exchanged over context ranks, and why; None: nothing.
       first_tokens: seconds since its arrival of each sequence that got its first token.
@@ -60,8 +58,6 @@ class StepMetrics(NamedTuple):
     chunks: tuple[tuple[int, int], ...]
     rows: tuple[tuple[str, int, bool], ...] = ()
     admitted: tuple[str, ...] = ()
-    samples: int = 0
-    decode_keys: int = 0
     rank_seconds: tuple[float, ...] = ()
     exchange: Exchange | None = None
     first_tokens: tuple[float, ...] = ()
@@ -77,22 +73,17 @@ class StepMetrics(NamedTuple):
         """
         batch, finished, is_over = step.batch, step.finished, State.FINISHED
         rows, chunks, first_tokens, gaps = [], [], [], []
-        samples = keys = 0
         for sequence, _, start, count, does_sample, decodes, _, _ in batch.chunks:  # in one pass: there may be hundreds
             completion = completion_of(sequence)
             rows.append((completion.request_id, count, decodes))
-            if decodes:
-                keys += start + 1
-            else:
+            if not decodes:
                 chunks.append((start, count))
-            if does_sample:
-                samples += 1
-                if sequence.state is not is_over:
-                    metrics = completion.metrics
-                    if metrics.last_token is None:
-                        first_tokens.append(finished - metrics.arrival)
-                    else:
-                        gaps.append(finished - metrics.last_token)
+            if does_sample and sequence.state is not is_over:
+                metrics = completion.metrics
+                if metrics.last_token is None:
+                    first_tokens.append(finished - metrics.arrival)
+                else:
+                    gaps.append(finished - metrics.last_token)
         return cls(
             batch.index,
             finished,
@@ -103,8 +94,6 @@ class StepMetrics(NamedTuple):
             tuple(chunks),
             tuple(rows),
             tuple(completion_of(sequence).request_id for sequence in batch.admitted),
-            samples,
-            keys,
             batch.rank_seconds,
             batch.exchange,
             tuple(first_tokens),

@@ -6,10 +6,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
-from longctx.serving.distributed.orders import Evict, Forget, Located, Pin, Release, RequestUpdate
-from longctx.serving.engine.active_request import ActiveRequests
+from longctx.serving.distributed.orders import Evict, Located, Pin, Release, RequestUpdate
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.verification import Verifier
 from longctx.serving.executor.interface import Executor, MoverStats
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
@@ -43,11 +41,8 @@ class PageTransfers:
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
       lockstep: of the processes of the engine.
-      verify_share: see `Verifier`.
-      requests: of the engine.
 
     Attributes:
-      verifier: computes a share of the loaded pages again.
       on_load: are called with each load that has ended, between steps.
       on_fetch: likewise, with the source of each load from another engine, first when it has ended in this process, and
         then, with True, when it has in all.
@@ -62,13 +57,10 @@ class PageTransfers:
         between_steps: Callable[[Callable[[], object]], object],
         clock: Callable[[], float],
         lockstep: Lockstep,
-        verify_share: float,
-        requests: ActiveRequests,
     ) -> None:
         self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
         self._core, self._executor, self._note = core, executor, note
         self._between_steps, self._clock = between_steps, clock
-        self.verifier = Verifier(verify_share, core, executor, store, requests, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
         self.on_fetch: list[Callable[[str, bool], object]] = []
         self.on_evict: list[Callable[[], object]] = []  # called between steps, after `evict`
@@ -90,7 +82,6 @@ class PageTransfers:
 
     def look_up(self, sequences: list[Sequence]) -> None:
         """Note how much of the prompt of a request, which is about to be added, can be loaded."""
-        self.verifier.give_way()
         if self.store is not None:
             self._core.look_up(sequences, self.store)
 
@@ -114,9 +105,7 @@ class PageTransfers:
         self._note_fetched(complete, True)
         for loaded in complete:
             self._note(loaded)
-            sequence = self._core.end_load(loaded)
-            if sequence is not None:
-                self.verifier.note(loaded, sequence)
+            self._core.end_load(loaded)
             for call in self.on_load:
                 call(loaded)
         if self._core.leases or self._asked:
@@ -132,22 +121,11 @@ class PageTransfers:
     def tell_store(self, update: RequestUpdate) -> None:
         """Let what keeps pages beyond the devices do what an update says."""
         match update:
-            case Forget() if self.store is not None:
-                for key in update.keys:
-                    self.store.forget(key)
             case Pin() if self.store is not None:
                 self.store.pin(update.keys, time.monotonic() + update.seconds)
             case Evict(tier="host") if isinstance(self.store, TieredStore):
                 keys = frozenset(update.keys)
                 self.store.evict(lambda key: key in keys)
-
-    def _forget(self, keys: list[Key]) -> None:
-        keys = self._core.with_followers(keys)
-        if self.store is not None:
-            keys = self.store.with_followers(keys)
-        self._note(update := Forget(keys))
-        self._core.forget(keys)
-        self.tell_store(update)
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
@@ -216,14 +194,6 @@ class PageTransfers:
     def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
         """Tell the other processes, with the next step, where they fetch the pages of a lease, see `Located`."""
         self._lockstep.note(Located(lease_id, place))
-
-    def forget(self, keys: list[Key]) -> None:
-        """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
-        self._between_steps(lambda: self._forget(keys))
-
-    def stop_verifying(self) -> None:
-        """Compare no more pages: the engine is about to end."""
-        self._between_steps(self.verifier.close)
 
     def pin(self, keys: list[Key], seconds: float) -> None:
         """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""

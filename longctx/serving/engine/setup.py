@@ -34,9 +34,10 @@ from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.store import open_store
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.file import Writable
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
-from longctx.serving.recording.header import Header, custom_policy, writable
+from longctx.serving.recording.log import Header
 from longctx.serving.recording.recorder import Recorder
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_parts import process_part
@@ -147,23 +148,22 @@ class EngineSetup(NamedTuple):
         """Let a recorder record the engine's core.
 
         Raises:
-          ValueError: it records another engine, or this one follows another process.
+          ValueError: it records another engine, or this one follows another process, or has a policy or predictor
+            that no log can hold.
           OSError: the log can't be written.
         """
         if not leads:
             raise ValueError("recorder must be None but in the first process, which all others follow")
+        if not isinstance(self.config.policy, str) or not isinstance(self.predictor, Writable):
+            raise ValueError("recorder must be None for a custom policy or predictor, which a log can't hold")
         header = Header(
             model=self.model.config,
-            model_name=recorder.model_name,
-            weights=recorder.weights,
             config=self.config,
-            custom_policy=custom_policy(self.config),
             plan=self.plan,
             num_pages=self.num_pages,
             max_length=self.max_length,
-            predictor=writable(self.predictor),
+            predictor=self.predictor,
             dtype=None if params is None else str(params["embed"].dtype),
-            is_private=recorder.is_private,
             topology=self.topology,
             created=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
         )

@@ -47,8 +47,10 @@ class StepLock:
         return {thread for thread, visit in list(self._visits.items()) if visit() is not None}
 
     def _is_abandoned(self, alone: set[int]) -> bool:
-        """Whether only this thread is inside, and it is locked: an exception that a signal raised came before a
-        release. A lock that has just been released looks like that once, but not repeatedly."""
+        """Whether only this thread is inside, and it is locked: an exception of a signal came before a release.
+
+        A lock that has just been released looks like that once, but not repeatedly.
+        """
         return all(self._inside() == alone and self._lock.locked() for _ in range(_LOOKS))
 
     @contextlib.contextmanager

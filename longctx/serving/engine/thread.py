@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from longctx.serving.engine.active_request import ActiveRequest, MigratedRequest, MigratingRequest, Sink
+from longctx.serving.engine.active_request import ActiveRequest, Sink
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import Load, StepMetrics, StepReport
@@ -109,7 +109,6 @@ class EngineThread:
             deque()
         )  # that sinks have not got, the last one said so
         self._num_open = 0  # requests whose sinks have not got the last event
-        self._migrations: dict[str, MigratingRequest] = {}
         self._wake, self._idle = threading.Event(), threading.Event()
         self._idle.set()
         self._counting = threading.Lock()
@@ -197,66 +196,12 @@ class EngineThread:
         Returns:
           False if it is unknown.
         """
-        migration = self._migrations.get(request_id)
-        if migration is not None:
-            migration.cancel()
-            return True
         try:
             was_there = self.engine.cancel(request_id)
         except RuntimeError:  # the engine has failed, which its sink is told
             return False
         self._wake.set()
         return was_there
-
-    def move(self, request_id: str, lease: str) -> MigratingRequest | None:
-        """Let a request leave, for another engine.
-
-        Its sink gets nothing more from this engine. The caller sees to that, and ends the migration: by
-        `resume_locally` or `end_migration`.
-
-        Args:
-          request_id: of the request.
-          lease: under which its pages are kept, see `Engine.hand_off`.
-
-        Returns:
-          None: it is unknown, has ended, leaves already, or has a lease of its own.
-        """
-        request, migration = self.engine.requests.get(request_id), MigratingRequest(request_id)
-        if request is None or not request.has_begun or request.prepared.request.lease is not None:
-            return None
-        if self._migrations.setdefault(request_id, migration) is not migration:
-            return None
-        request.migration = migration
-        is_leaving = False
-        try:
-            is_leaving = self.engine.hand_off(request_id, lease)
-        finally:
-            if not is_leaving:
-                self.end_migration(migration)
-            self._wake.set()
-        return migration if is_leaving else None
-
-    def resume_locally(
-        self, migration: MigratingRequest, migrated: MigratedRequest, handoff: Handoff, sink: Sink
-    ) -> None:
-        """Go on with a request that had left. It is not refused: it was let in before.
-
-        Args:
-          migration: what `move` returned.
-          migrated: what became of it.
-          handoff: what was computed of it, here and elsewhere.
-          sink: gets all of its events, also those that it has had.
-
-        Raises:
-          RuntimeError: the engine has failed, or the thread is closed.
-        """
-        self.end_migration(migration)
-        prepared, arrival, _, _ = migrated
-        self._begin(ActiveRequest(prepared, arrival, self._collect, handoff, sink=sink, moved=migrated.open))
-
-    def end_migration(self, migration: MigratingRequest) -> None:
-        """Forget a request that has left: it has ended, or comes back."""
-        self._migrations.pop(migration.request_id, None)
 
     @property
     def stalled_seconds(self) -> float:
@@ -300,7 +245,6 @@ class EngineThread:
                 self._wake.wait(_EXPIRY_SECONDS if self.engine.core.leases else None)
                 self._wake.clear()
                 self.engine.pages.expire()
-            self.engine.pages.stop_verifying()
             while self.engine.has_work:
                 for request_id in tuple(self.engine.requests):
                     self.engine.cancel(request_id)
@@ -339,33 +283,20 @@ class EngineThread:
         while self._events:
             request, event, is_last = self._events.popleft()
             by_request.setdefault(request, []).append(event)
-            if event.output is not None and (request.moved is None or event.index in request.moved):
+            if event.output is not None:
                 self.control.note_output(event.output, request.prepared.request.sampling.max_tokens)
                 _call_all(self.on_end, event.output, request.prepared.request)
             if is_last:
                 ended.append(request)
         for request, events in by_request.items():
             self._tell(request, events)
-        for request in ended:
-            if request.migration is not None:
-                self._migrate(request, request.migration)
         if by_request:
             self._flush()
         if ended:
             self.control.note_fewer()
             self._count(-len(ended))
 
-    def _migrate(self, request: ActiveRequest, migration: MigratingRequest) -> None:
-        assert request.sink is not None
-        outputs = [request.outputs[index] for index in range(request.num_completions)]
-        migrated = MigratedRequest(request.prepared, request.arrival, request.sink, outputs)
-        if not migrated.open:
-            self.end_migration(migration)
-        migration.left.set_result(migrated if migrated.open else None)
-
     def _tell(self, request: ActiveRequest, events: list[Event]) -> None:
-        if request.migration is not None:
-            events = [event for event in events if event.output is None or event.output.finish_reason != "moved"]
         try:
             if events and request.sink is not None:
                 request.sink(events)
@@ -393,10 +324,6 @@ class EngineThread:
                     request.outputs[index] = output
                     self._collect(request, Event(request.request_id, index, (), "", (), output))
         self._deliver()
-        for migration in tuple(self._migrations.values()):
-            if not migration.left.done():
-                self.end_migration(migration)
-                migration.left.set_result(None)
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()

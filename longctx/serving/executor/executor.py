@@ -25,11 +25,10 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
-from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, SampledTokens, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
-from longctx.serving.scheduler.rank_work import keys_by_rank
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 BLOCK = 1024  # entries that `set_entries` sends at a time
@@ -183,8 +182,9 @@ class Pending:
 
 
 class DeviceExecutor:
-    """Turns batches into what devices are told. Devices run behind the call that begins a step, so that planning and
-    computing overlap.
+    """Turns batches into what devices are told.
+
+    Devices run behind the call that begins a step, so that planning and computing overlap.
 
     Args:
       model: of which the devices have the parameters.
@@ -246,7 +246,7 @@ class DeviceExecutor:
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         shapes = functools.partial(StepShapes, model.config, config, plan, entries=entries, element_bytes=element_bytes)
         slots, largest = config.max_running, shapes(num_pages=1).largest
-        runner = MeshModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
+        runner = ModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
         if fit is not None:
             num_pages = fit.choose(
                 num_pages, lambda pages: compile_shapes(runner, shapes(num_pages=pages).largest_shapes())

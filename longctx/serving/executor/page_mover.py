@@ -18,11 +18,19 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from longctx.serving.executor.interface import MoverStats as MoverStats
-from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
-from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
+from longctx.serving.kv_cache.connector import (
+    Loaded,
+    MissingParts,
+    PageBlock,
+    PageFetch,
+    PageLoad,
+    PageSink,
+    PageSource,
+    PageStore,
+)
+from longctx.serving.runner.model_runner import ModelRunner
+from longctx.serving.runner.page_transfer import DevicePageRead
 from longctx.serving.scheduler.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -35,14 +43,14 @@ PLACED_BYTES = 128 << 20
 class _Load:
     """A load; `fetch` is the placing thread's alone, but for `num_pages`.
 
-    `missing`: the parts, `[pages, layers, KV heads]`, that have not been written. `placed` are on their way to the
+    `missing`: what has not been written. `placed` are on their way to the
     devices; `is_over` if no more will be. `written`: waits until no device reads what the fetch has given.
     """
 
     request: PageLoad
     source: PageSource | None
     begun: float
-    missing: np.ndarray
+    missing: MissingParts
     last_block: float
     fetch: PageFetch | None = None
     placed: deque[tuple[PageBlock, Any, int]] = field(default_factory=deque)
@@ -54,9 +62,7 @@ class _Load:
     @property
     def num_pages(self) -> int:
         """Leading pages that are written, and that the source says were right."""
-        missing = np.append(self.missing.any((1, 2)), True)
-        count = int(missing.argmax())
-        return 0 if self.fetch is None else max(0, min(count, self.fetch.num_pages))
+        return 0 if self.fetch is None else max(0, min(self.missing.num_leading, self.fetch.num_pages))
 
 
 class PageMover:
@@ -68,6 +74,10 @@ class PageMover:
       step_bytes: that are written between two steps, at most (but one block at least).
       placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
       deadline: seconds after which a load ends short if no block comes; more if its source has a longer `page_timeout`.
+
+    Attributes:
+      runner: as given.
+      placed_bytes: that wait on the devices now.
     """
 
     def __init__(
@@ -84,29 +94,27 @@ class PageMover:
     ) -> None:
         self.stats = MoverStats()
         self.sink, self.sources = sink, {} if sources is None else sources
-        self._runner, self._clock, self._deadline = runner, clock, deadline
+        self.runner, self._clock, self._deadline = runner, clock, deadline
         self._step_bytes, self._max_placed, self._max_read = step_bytes, placed_bytes, read_bytes
-        self._reads: weakref.WeakSet[DeviceRead] = weakref.WeakSet()
+        self._reads: weakref.WeakSet[DevicePageRead] = weakref.WeakSet()
         self._loads: dict[str, _Load] = {}
-        self._ended: list[Loaded] = []
-        self._lock = threading.Lock()  # of `_loads` and `_retired`, and of `placed` and `_num_placed`
+        self._lock = threading.Lock()  # of `_loads` and `_retired`, and of `placed` and `placed_bytes`
         self._retired: list[_Load] = []
-        self._num_placed = 0
+        self.placed_bytes = 0
         self._news, self._arrived = threading.Event(), threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def warm_up(self) -> None:
         """Compile what moves pages, read one and write it back; while no step runs."""
-        self._runner.compile_pages()
-        layout = self._runner.page_layout
-        for block in self._runner.read_pages([0], (0, layout.num_layers)).result():
-            self._runner.write_pages([0], block)
+        self.runner.compile_pages()
+        layout = self.runner.page_layout
+        for block in self.runner.read_pages([0], (0, layout.num_layers)).result():
+            self.runner.write_pages([0], block)
 
     def submit(self, batch: Batch) -> None:
         """Do what comes before a batch's step: end loads, begin to read pages, begin loads."""
         for name in batch.dropped:
-            self._ended = [loaded for loaded in self._ended if loaded.name != name]
             if name in self._loads:
                 self._retire(name)
         if batch.stores:
@@ -114,7 +122,7 @@ class PageMover:
         now = self._clock()
         for request in batch.loads:
             assert request.name not in self._loads, f"{request.name} loads already"
-            missing = self._runner.needed(request.pages)
+            missing = MissingParts(self.runner.needed(request.pages), self.runner.page_layout.whole)
             with self._lock:
                 self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
         if batch.loads:
@@ -131,10 +139,9 @@ class PageMover:
         until = self._clock() + timeout
         while True:
             self._arrived.clear()
-            self._write(self._max_placed if timeout > 0 else self._step_bytes)
+            ended = self._write(self._max_placed if timeout > 0 else self._step_bytes)
             left = until - self._clock()
-            if self._ended or not self._loads or left <= 0:
-                ended, self._ended = self._ended, []
+            if ended or not self._loads or left <= 0:
                 return ended
             late = min(map(self._late_at, self._loads.values())) - self._clock()
             self._arrived.wait(max(0.0, min(left, late)))
@@ -154,7 +161,7 @@ class PageMover:
             self._thread.join()
 
     def _store(self, stores: List[PageStore]) -> None:
-        layout, stats = self._runner.page_layout, self.stats
+        layout, stats = self.runner.page_layout, self.stats
         if self.sink is None:
             return
         try:
@@ -167,7 +174,7 @@ class PageMover:
         stats.dropped_stores += len(wanted) - len(kept)
         if not kept:
             return
-        read = self._runner.read_pages([store.page for store in kept], (0, layout.num_layers))
+        read = self.runner.read_pages([store.page for store in kept], (0, layout.num_layers))
         self._reads.add(read)
         try:
             self.sink.put(kept, read)
@@ -178,23 +185,24 @@ class PageMover:
             stats.stored_pages += len(kept)
             stats.stored_bytes += read.num_bytes
 
-    def _write(self, budget: int) -> None:
+    def _write(self, budget: int) -> list[Loaded]:
         """Write placed blocks, those of the oldest load first, and end what is over."""
+        ended = []
         for load in list(self._loads.values()):
             is_over = load.is_over  # before `placed` is emptied: the thread sets it last
             blocks, size = self._take_placed(load, budget)
             if blocks:
                 budget -= size
-                if (written := self._runner.write_placed([placed for _, placed, _ in blocks])) is not None:
+                if (written := self.runner.write_placed([placed for _, placed, _ in blocks])) is not None:
                     load.written.append(written)
                 for block, _, _ in blocks:
-                    pages, layers, heads = (block.first, block.first + len(block.data)), *block.part
-                    load.missing[slice(*pages), slice(*layers), slice(*heads)] = False
+                    load.missing.add(block)
                 self.stats.loaded_bytes += size
             now = self._clock()
             is_late = now > self._late_at(load)
             if not load.placed and (is_over or is_late):
-                self._end(load, now, is_late and not is_over)
+                ended.append(self._end(load, now, is_late and not is_over))
+        return ended
 
     def _late_at(self, load: _Load) -> float:
         """Return when a load ends if no block comes before: its source may know that it takes longer."""
@@ -206,13 +214,13 @@ class PageMover:
             while load.placed and size < budget:
                 blocks.append(load.placed.popleft())
                 size += blocks[-1][2]
-            was_full = self._num_placed >= self._max_placed
-            self._num_placed -= size
+            was_full = self.placed_bytes >= self._max_placed
+            self.placed_bytes -= size
         if was_full and size:
             self._news.set()
         return blocks, size
 
-    def _end(self, load: _Load, now: float, is_late: bool) -> None:
+    def _end(self, load: _Load, now: float, is_late: bool) -> Loaded:
         try:
             count = load.num_pages
         except Exception:
@@ -223,15 +231,15 @@ class PageMover:
         self.stats.short_loads += count < len(load.request.pages)
         self.stats.failed_loads += load.failed
         self.stats.late_loads += is_late
-        self._ended.append(Loaded(load.request.name, count, now - load.begun))
         self._retire(load.request.name)
+        return Loaded(load.request.name, count, now - load.begun)
 
     def _retire(self, name: str) -> None:
         """Retire a load that is no longer wanted: the thread closes it."""
         with self._lock:
             load = self._loads.pop(name)
             load.is_done = True
-            self._num_placed -= sum(size for _, _, size in load.placed)
+            self.placed_bytes -= sum(size for _, _, size in load.placed)
             load.placed.clear()
             self._retired.append(load)
         self._news.set()
@@ -261,7 +269,7 @@ class PageMover:
                 if load.source is None:
                     raise ValueError(f"load from {load.request.source!r}, which is unknown")
                 load.fetch = load.source.fetch(load.request.keys, self._news.set)
-            while not load.is_done and (room := self._max_placed - self._num_placed) > 0:
+            while not load.is_done and (room := self._max_placed - self.placed_bytes) > 0:
                 blocks = load.fetch.take(room)
                 if not blocks:
                     load.is_over = load.fetch.is_over
@@ -277,12 +285,12 @@ class PageMover:
             self._arrived.set()
 
     def _place_block(self, load: _Load, block: PageBlock) -> None:
-        placed = self._runner.place_block(load.request.pages, block)
+        placed = self.runner.place_block(load.request.pages, block)
         size = block.data.nbytes
         with self._lock:
             if not load.is_done:
                 load.placed.append((block, placed, size))
-                self._num_placed += size
+                self.placed_bytes += size
                 load.last_block = self._clock()
         self._arrived.set()
 

@@ -75,11 +75,6 @@ class PageBlock(NamedTuple):
     part: PageSlice
     data: Any
 
-    def common_with(self, whole: PageSlice) -> tuple[PageSlice, tuple[slice, slice], tuple[slice, slice]] | None:
-        """Return its part of `whole`, and that part's layers and heads in arrays of `whole` and in its own data."""
-        common = self.part.intersect(whole)
-        return None if common is None else (common, common.within(whole), common.within(self.part))
-
 
 @runtime_checkable
 class PageFetch(Protocol):
@@ -182,10 +177,6 @@ class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
         """Keep pages until a time of `time.monotonic()`, or, if that is over, let them go when their turn comes."""
         ...
 
-    def with_followers(self, keys: List[Key]) -> list[Key]:
-        """Pages and those after them that it has."""
-        ...
-
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart."""
         ...
@@ -199,12 +190,52 @@ class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
         ...
 
 
-def assemble(blocks: list[PageBlock], out: np.ndarray, whole: PageSlice) -> None:
-    """Copy blocks into an array `[pages, layers, 2, page_size, heads, row_size]` of the layers and heads of `whole`."""
+class MissingParts:
+    """Layers and KV heads of some pages that have not come yet.
+
+    Args:
+      missing: bool `[pages, layers, KV heads]`.
+      part: that these layers and heads are of the model's.
+    """
+
+    def __init__(self, missing: np.ndarray, part: PageSlice) -> None:
+        self._missing, self._part = missing, part
+
+    @classmethod
+    def of(cls, num_pages: int, part: PageSlice) -> "MissingParts":
+        """All of a part of some pages."""
+        layers, heads = (stop - first for first, stop in part)
+        return cls(np.ones((num_pages, layers, heads), bool), part)
+
+    def add(self, block: PageBlock) -> None:
+        """Note that a block has come."""
+        if (common := block.part.intersect(self._part)) is not None:
+            layers, heads = common.within(self._part)
+            self._missing[block.first : block.first + len(block.data), layers, heads] = False
+
+    @property
+    def complete(self) -> np.ndarray:
+        """Whether all of each page has come, bool `[pages]`."""
+        return np.logical_not(np.any(self._missing, axis=(1, 2)))
+
+    @property
+    def num_leading(self) -> int:
+        """Leading pages of which all has come."""
+        return int(np.append(self.complete, False).argmin())
+
+
+def assemble(blocks: List[PageBlock], outs: List[np.ndarray | None] | np.ndarray, part: PageSlice) -> list[bool]:
+    """Copy the pages of blocks into arrays `[layers, 2, page_size, heads, row_size]` of `part`; which are complete.
+
+    `None`: the page is left out.
+    """
+    missing = MissingParts.of(len(outs), part)
     for block in blocks:
-        found = block.common_with(whole)
-        if found is None:
+        if (common := block.part.intersect(part)) is None:
             continue
-        _, (layers, heads), (from_layers, from_heads) = found
-        pages = slice(block.first, block.first + len(block.data))
-        out[pages, layers, :, :, heads] = np.asarray(block.data)[:, from_layers, :, :, from_heads]
+        (layers, heads), (from_layers, from_heads) = common.within(part), common.within(block.part)
+        for out, source in zip(outs[block.first :], np.asarray(block.data), strict=False):
+            if out is not None:
+                out[layers, :, :, heads] = source[from_layers, :, :, from_heads].view(out.dtype)
+        missing.add(block)
+    return missing.complete.tolist()

@@ -48,11 +48,19 @@ class PageLayout(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Return the shape of one page: `(layers, 2, page_size, K, row_size)`."""
-        return self.num_layers, 2, self.page_size, self.num_kv_heads, self.row_size
+        return self.part_shape(self.whole)
 
     @property
     def page_bytes(self) -> int:
-        return math.prod(self.shape) * self.bits.itemsize
+        return self.part_bytes(self.whole)
+
+    def part_shape(self, part: "PageSlice") -> tuple[int, int, int, int, int]:
+        """Return the shape of a part of one page: `(layers, 2, page_size, heads, row_size)`."""
+        layers, heads = (stop - first for first, stop in part)
+        return layers, 2, self.page_size, heads, self.row_size
+
+    def part_bytes(self, part: "PageSlice") -> int:
+        return math.prod(self.part_shape(part)) * self.bits.itemsize
 
     @property
     def whole(self) -> "PageSlice":

@@ -9,8 +9,8 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,14 +32,6 @@ class PageListener(Protocol):
     def cleared(self) -> None:
         """No page without a holder can be found any more; each was reported to `removed`."""
         ...
-
-
-class RankState(NamedTuple):
-    """A rank's free pages, and its idle pages with their keys, the least recently used first."""
-
-    free: Sequence[int]
-    idle: Sequence[int]
-    keys: Sequence[Key]
 
 
 class PagePool:
@@ -128,6 +120,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages that can be found by a key, held or idle."""
         return len(self._page_of)
+
+    @property
+    def keys(self) -> Collection[Key]:
+        """Keys of the pages that can be found."""
+        return self._page_of.keys()
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Promise pages of each rank; `allocate(reserved=True)` and `unreserve` take the promise back."""
@@ -255,32 +252,6 @@ class PagePool:
         self.num_evicted += count
         self.num_returned += count > 0
         return count
-
-    def state(self) -> list[RankState]:
-        """Return the state of each rank of a pool whose pages are all free or idle."""
-        return [
-            RankState(free.copy(), [*idle], [self._key_of[page] or b"" for page in idle])
-            for free, idle in zip(self._free, self._idle, strict=True)
-        ]
-
-    def restore(self, ranks: Sequence[RankState]) -> None:
-        """Take over the `state` of a pool of the same size; of one of another size the idle pages that fit.
-
-        Raises:
-          ValueError: it is of another number of ranks.
-        """
-        if len(ranks) != self.num_ranks:
-            raise ValueError(f"pages must be of {self.num_ranks} ranks, got {len(ranks)}")
-        for rank, (free, idle, keys) in enumerate(ranks):
-            if len(free) + len(idle) == self.per_rank:
-                self._free[rank] = [*free]
-                for page, key in zip(idle, keys, strict=True):
-                    self._page_of[key], self._key_of[page], self._idle[rank][page] = page, key, None
-                continue
-            for key in keys[-self.per_rank :]:
-                page = self.allocate(rank, reserved=False)
-                self.register(page, key)
-                self.release([page])
 
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""

@@ -7,7 +7,6 @@ Source: Mooncake, section 3 and figure 3.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,20 +14,6 @@ import numpy as np
 from longctx.serving.kv_cache.page_pool import Key
 
 KEY_BYTES = 16  # 128 bits: two of 2^40 pages collide with a probability of 2^-49
-
-
-def with_followers(keys: Iterable[bytes], parents: Mapping[bytes, bytes]) -> list[bytes]:
-    """Keys, and those of all pages that come after one of them; `parents`: of each page, the key of that before it."""
-    followers: dict[bytes, list[bytes]] = {}
-    for key, parent in parents.items():
-        followers.setdefault(parent, []).append(key)
-    found = dict.fromkeys(keys)
-    pending = list(found)
-    while pending:
-        new = [key for key in followers.get(pending.pop(), ()) if key not in found]
-        found.update(dict.fromkeys(new))
-        pending += new
-    return list(found)
 
 
 class PageHash:

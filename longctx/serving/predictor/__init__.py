@@ -5,7 +5,8 @@ measurements, from data sheets and from profiles on disk.
 """
 
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor, readable_tokens
+from longctx.serving.predictor.measured import Program, RuntimePredictor
+from longctx.serving.predictor.runtime import CurvePredictor, Predictor, readable_tokens
 from longctx.serving.predictor.work import Work
 
 __all__ = ["Corrected", "CurvePredictor", "Predictor", "Program", "RuntimePredictor", "Work", "readable_tokens"]

@@ -99,17 +99,6 @@ class Corrected:
         of_all = self._all.median(1.0)
         self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
 
-    def state(self) -> list[list[tuple[float, float]]]:
-        """Return what it remembers of measured batches."""
-        return [window.state() for window in (self._decodes, self._prompts, self._all)]
-
-    def restore(self, windows: Iterable[Iterable[tuple[float, float]]]) -> None:
-        """Take over a `state`."""
-        for window, seen in zip((self._decodes, self._prompts, self._all), windows, strict=True):
-            for ratio, weight in seen:
-                window.add(ratio, weight)
-        self._correct()
-
 
 class _Window:
     """The last batches, each as measured over predicted seconds and its weight."""
@@ -130,9 +119,6 @@ class _Window:
     def is_all(self, ratio: float) -> bool:
         """Whether all ratios are this one."""
         return not self._seen or (self._alike >= len(self._seen) and self._seen[-1][0] == ratio)
-
-    def state(self) -> list[tuple[float, float]]:
-        return list(self._seen)
 
     def median(self, default: float) -> float:
         """The weighted median; `default` while there are too few batches."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.mesh import MeshPredictor
-from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
+from longctx.serving.predictor.measured import RuntimePredictor
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, Predictor
 
-_FORMAT = "longctx profile 1"
-Writable = RuntimePredictor | CurvePredictor | MeshPredictor
+_FORMAT = "longctx profile 2"
+Writable = RuntimePredictor | CurvePredictor
 """Predictors that can be written as plain data."""
 
 
@@ -30,16 +29,14 @@ def predictor_from_dict(fields: Mapping[str, Any]) -> Writable:
         exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
         knots: dict[str, Any] = {name: tuple(fields[name]) for name in ("rows", "linear", "buckets") if name in fields}
         return CurvePredictor(**fields | knots | {"exchange": exchange})
-    if kind == "MeshPredictor":
-        return MeshPredictor.from_dict(fields)
     if kind != "RuntimePredictor":
         raise ValueError(f"its predictor is a {kind!r}")
-    return RuntimePredictor(tuple(map(_program, fields["programs"])))
+    return RuntimePredictor.from_dict(fields)
 
 
 def save_profile(
     path: Path,
-    predictor: RuntimePredictor | MeshPredictor,
+    predictor: RuntimePredictor,
     subject: Mapping[str, Any],
     notes: Mapping[str, Any] | None = None,
 ) -> None:
@@ -50,7 +47,7 @@ def save_profile(
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
-def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor | MeshPredictor:
+def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
     """Read the predictor of a profile that was measured on this subject.
 
     Raises:
@@ -68,7 +65,7 @@ def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor | M
     return predictor
 
 
-def read_profile(path: Path) -> tuple[RuntimePredictor | MeshPredictor, dict[str, Any]]:
+def read_profile(path: Path) -> tuple[RuntimePredictor, dict[str, Any]]:
     """Read the predictor of a profile, and the subject that it was measured on.
 
     Raises:
@@ -79,14 +76,7 @@ def read_profile(path: Path) -> tuple[RuntimePredictor | MeshPredictor, dict[str
         contents = json.loads(path.read_text(encoding="utf-8"))
         if contents["format"] != _FORMAT:
             raise ValueError(f"its format is {contents['format']!r}")
-        measured, fields = dict(contents["subject"]), dict(contents["predictor"])
-        predictor: Any = predictor_from_dict(
-            {"kind": "MeshPredictor" if "buckets" in fields else "RuntimePredictor"} | fields
-        )
+        measured, predictor = dict(contents["subject"]), RuntimePredictor.from_dict(contents["predictor"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
     return predictor, measured
-
-
-def _program(fields: dict[str, Any]) -> Program:
-    return Program(**fields | {name: tuple(fields[name]) for name in ("tiles", "per_key")})

@@ -5,38 +5,13 @@ Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention a
 
 import dataclasses
 import math
-from typing import Any
 
 from longctx.models import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
 from longctx.models.layer_runs import layers_per_stage
-from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
-from longctx.parallel.device_tables import DEVICES, LINKS
-from longctx.parallel.topology import Topology, device_name
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.runtime import CurvePredictor
-
-
-def _sheet(device: str, link: str) -> Hardware:
-    about, links = DEVICES[device], LINKS[link]
-    return Hardware(
-        about.flops["bfloat16"], links.bandwidth, latency=links.latency, memory_bandwidth=about.memory_bandwidth
-    )
-
-
-# What data sheets say, with one direction of NVLink.
-GPUS = {
-    "H200": _sheet("H200", "nvlink-h100"),
-    "H100": _sheet("H100", "nvlink-h100"),
-    "A100": _sheet("A100", "nvlink-a100"),
-}
-# A few cores. It is rough, so schedulers correct it by measured batches (`Corrected`).
-CPU = Hardware(100e9, 10e9, bytes_per_element=4, memory_bandwidth=15e9)
-
-
-def data_sheet(device: Any) -> Hardware | None:
-    """The data sheet of a `jax.Device`; None if there is none, as of CPUs."""
-    return GPUS.get(device_name(device) or "")
+from longctx.parallel.cost import ModelShape, as_float, check_count
+from longctx.parallel.topology import Topology
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost
 
 
 def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
@@ -48,15 +23,14 @@ def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
 
 def roofline(
     model: LlamaConfig,
-    hardware: Hardware | Topology,
+    topology: Topology,
     max_rows: int,
     *,
     stage: int = 1,
     tensor: int = 1,
     context: int = 1,
-    efficiency: float | None = None,
     overhead: float = 0.0,
-    element_bytes: float | None = None,
+    element_bytes: float = 2,
     kv_dtype: str | None = None,
     buckets: tuple[int, ...] = (),
 ) -> CurvePredictor:
@@ -71,12 +45,10 @@ def roofline(
     vocabulary is sharded over stage and tensor.
 
     Args:
-      hardware: of each device, with the same link on every axis; or a topology.
+      topology: what devices and links reach.
       max_rows: rows of the largest batch that is predicted exactly.
-      efficiency: the share of a `Hardware`'s peak FLOP/s and bytes/s that is reached, None: 0.6. A topology has shares
-        of its own.
       overhead: further seconds of each batch.
-      element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
+      element_bytes: of a number that is not quantised.
       kv_dtype: of cached keys and values, as of `EngineConfig`; they are exchanged as they are cached.
       buckets: numbers of rows that steps are compiled for, ascending; empty: a step computes no padding.
 
@@ -94,21 +66,12 @@ def roofline(
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
     check_count("max_rows", max_rows, 1)
-    if efficiency is not None and not 0 < as_float(efficiency) <= 1:
-        raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
     if not 0 <= as_float(overhead) < math.inf:
         raise ValueError(f"overhead must be a finite number that is not negative, got {overhead!r}")
-    if element_bytes is not None and not 0 < as_float(element_bytes) < math.inf:
+    if not 0 < as_float(element_bytes) < math.inf:
         raise ValueError(f"element_bytes must be a positive, finite number, got {element_bytes!r}")
-    if isinstance(hardware, Topology):
-        if efficiency is not None:
-            raise ValueError(f"efficiency is of a Hardware: a topology has shares of its own, got {efficiency}")
-        topology, element, partial = hardware, element_bytes or 2, 4.0
-    else:
-        topology = Topology.of_hardware(hardware, 0.6 if efficiency is None else efficiency)
-        element, partial = element_bytes or hardware.bytes_per_element, hardware.partial_bytes
     topology.check(stage=stage, tensor=tensor, context=context)
-    device, layers = topology.device, layers_per_stage(model.num_layers, stage)
+    device, layers, element = topology.device, layers_per_stage(model.num_layers, stage), element_bytes
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
     full, quantized = (layers * count / tensor for count in layer_weights(model))
     head = model.vocab_size * model.hidden_size / (tensor * stage)
@@ -140,7 +103,7 @@ def roofline(
         per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
         per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial, kv_dtype),
+        exchange=exchange_cost(model, topology, stage, context, tensor, element, kv_dtype),
         overlap=device.attention_overlap,
         buckets=buckets,
     )
@@ -164,7 +127,6 @@ def exchange_cost(
     context: int,
     tensor: int,
     element_bytes: float = 2,
-    partial_bytes: float = 4,
     kv_dtype: str | None = None,
 ) -> ExchangeCost | None:
     """Return the cost of what rows exchange over `context`; None for one rank.
@@ -175,7 +137,7 @@ def exchange_cost(
     if context == 1:
         return None
     shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
-    hardware = topology.hardware("context", element_bytes, partial_bytes)
+    hardware = topology.hardware("context", element_bytes)
     if kv_dtype is not None:
         key_bytes = kv_row_bytes(model.head_dim, element_bytes, kv_dtype) / model.head_dim
         hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)

@@ -1,4 +1,4 @@
-"""Runtime predictors: seconds of a batch, linear in its features with non-negative coefficients, so they extrapolate.
+"""Predictors of the seconds of a batch, and the one over data sheets and tables of operators.
 
 Source: Mnemosyne, section 4.2, and Medha, section 4.1, which both use Vidur's predictor.
 """
@@ -7,9 +7,9 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from longctx.serving.predictor.exchange import ExchangeCost
+from longctx.parallel.cost import Hardware, LayerCost, ModelShape
 from longctx.serving.predictor.work import Work
 
 _REMEMBERED = 2**16  # numbers of rows
@@ -120,142 +120,62 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The step compiled for a number of rows.
+class ExchangeCost:
+    """Cost of what a step's replicated and sharded rows exchange in all layers of a stage.
 
-    seconds = fixed + sum(per_key * keys of each tile size) + per_sample * samples
-
-    Attributes:
-      rows: rows that the program computes, padding included.
-      fixed: seconds of the linear layers and of everything else that depends on the rows only.
-      tiles: sizes of attention's tiles in tokens, ascending. A chunk is divided into tiles of the largest size, and a
-        last one of the smallest size that holds the rest.
-      per_key: for each tile size, seconds for each key that a tile attends to. Padding in a tile costs like its rows.
-      per_sample: seconds of a row of logits.
-
-    Raises:
-      ValueError: lengths differ, or a number is negative, not finite or out of order.
-
-    Examples:
-      >>> from longctx.serving.predictor import Program, Work
-      >>> program = Program(rows=512, fixed=0.02, tiles=(1, 128), per_key=(1e-8, 4e-7), per_sample=1e-5)
-      >>> program.seconds(Work.of([(0, 256, True)]))  # two tiles of 128, with 128 and 256 keys
-      0.0201636
-    """
-
-    rows: int
-    fixed: float
-    tiles: tuple[int, ...]
-    per_key: tuple[float, ...]
-    per_sample: float
-
-    def __post_init__(self) -> None:
-        numbers = (self.fixed, *self.per_key, self.per_sample)
-        if not all(math.isfinite(x) and x >= 0 for x in numbers):
-            raise ValueError(f"seconds must be finite and not negative, got {numbers}")
-        if not self.tiles or len(self.tiles) != len(self.per_key):
-            raise ValueError(f"per_key must have a number for each of tiles={self.tiles}, got {self.per_key}")
-        if self.rows < 1 or self.tiles[0] < 1 or list(self.tiles) != sorted(set(self.tiles)):
-            raise ValueError(f"rows must be positive, tiles positive and ascending, got {self.rows} and {self.tiles}")
-
-    def seconds(self, work: Work) -> float:
-        """Seconds of a batch of at most `rows` rows."""
-        total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
-        for start, count in work.chunks:
-            keys, at, rest = split_into_tiles(self.tiles, start, count)
-            total += self.per_key[-1] * keys + self.per_key[at] * rest
-        return total
-
-
-def split_into_tiles(tiles: tuple[int, ...], start: int, count: int) -> tuple[int, int, int]:
-    """Divide a chunk of `count` tokens after `start` others into tiles, see `Program.tiles`.
-
-    Returns:
-      (keys that its tiles of the largest size attend to, summed; index of the last tile's size; keys of the last tile).
-    """
-    size = tiles[-1]
-    whole, rest = divmod(count, size)
-    keys = whole * start + size * whole * (whole + 1) // 2
-    return keys, bisect_left(tiles, rest) if rest else 0, start + count if rest else 0
-
-
-def keys_by_tile(tiles: tuple[int, ...], work: Work) -> list[int]:
-    """Keys attended to by tiles of each size, `[len(tiles)]`: the factors of `Program.per_key`."""
-    found = [0] * len(tiles)
-    found[0] += work.decode_keys
-    for start, count in work.chunks:
-        keys, at, rest = split_into_tiles(tiles, start, count)
-        found[-1] += keys
-        found[at] += rest
-    return found
-
-
-def sum_of_steps(
-    seconds: Callable[[Work], float], start: int, stop: int, chunk: int, per_sample: Callable[[], float]
-) -> float:
-    """`Predictor.prefill_seconds` where the seconds of a full step are linear in its context.
-
-    Args:
-      per_sample: gives the seconds of a row of logits in a full step.
-    """
-    if stop <= start:
-        return 0.0
-    steps, rest = divmod(stop - start, chunk)
-    last = seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
-    if not steps:
-        return last
-    # The mean of the first and the last step counts for all.
-    ends = [seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
-    return steps * sum(ends) / 2 + last + (0.0 if rest else per_sample())
-
-
-@dataclasses.dataclass(frozen=True)
-class RuntimePredictor:
-    """Predicts an engine whose steps are compiled for a few numbers of rows.
-
-    A batch runs in the smallest program that holds it. Each program has coefficients of its own.
+    The states of replicated rows are merged, and nothing hides that. Of sharded rows, in pass-KV cached and new keys go
+    round in N - 1 hops, which attention hides; in pass-Q new keys are gathered, queries go round in N - 1 hops and
+    states come home; in all-gather all keys are gathered. Where nothing is cached, in pass-Q no query travels. Where
+    the exchange isn't known, the faster one of pass-KV and pass-Q counts, as `exchange="auto"` would choose.
 
     Attributes:
-      programs: with their rows ascending.
+      layers: of the largest stage.
+      ranks: N.
+      model, hardware: of one device.
 
-    Raises:
-      ValueError: there is no program, or their rows don't ascend.
-
-    Examples:
-      >>> from longctx.serving.predictor import Program, RuntimePredictor, Work
-      >>> programs = [Program(rows, 0.01 + 2e-5 * rows, (1, 64), (1e-8, 4e-7), 1e-5) for rows in (8, 64, 512)]
-      >>> predictor = RuntimePredictor(tuple(programs))
-      >>> [round(predictor.seconds(Work(rows=rows)), 5) for rows in (8, 9, 64)]  # 9 rows run in the program of 64
-      [0.01016, 0.01128, 0.01128]
+    Source: context parallelism paper, 3.5 and appendix C; Mnemosyne, 4.4; see `longctx.parallel.cost`.
     """
 
-    programs: tuple[Program, ...]
+    layers: int
+    ranks: int
+    model: ModelShape
+    hardware: Hardware
 
     def __post_init__(self) -> None:
-        rows = [program.rows for program in self.programs]
-        if not rows or rows != sorted(set(rows)):
-            raise ValueError(f"programs must be of ascending numbers of rows, got {rows}")
-        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_cost", LayerCost(self.model, self.hardware, self.ranks))
 
-    def seconds(self, work: Work) -> float:
-        """Seconds of a batch, as `Predictor.seconds`."""
-        return self._program(work.rows).seconds(work) if work.rows else 0.0
+    def seconds(self, work: Work, attention: float) -> float:
+        """Seconds of a rank's exchanges, in a step in which its attention to prompts' chunks takes `attention`."""
+        cost: LayerCost = self._cost  # type: ignore[attr-defined]
+        total = cost.merge(work.replicated) if work.replicated else 0.0
+        if work.sharded:
+            part = attention / self.layers / self.ranks
+            match work.exchange:
+                case "pass_kv":
+                    total += self._pass_kv(cost, work, part)
+                case "pass_q":
+                    total += self._pass_q(cost, work, part)
+                case "all_gather":
+                    total += cost.gather_keys(work.ring_cached + work.sharded)
+                case _:
+                    total += min(self._pass_kv(cost, work, part), self._pass_q(cost, work, part))
+        return self.layers * total
 
-    def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+    def _pass_kv(self, cost: LayerCost, work: Work, part: float) -> float:
+        return cost.ring(cost.hop((work.ring_cached + work.sharded) * cost.key_bytes), part)
 
-        Args:
-          start, stop: the prompt's tokens to prefill.
-          chunk: tokens of a step.
-        """
-        return sum_of_steps(self.seconds, start, stop, chunk, lambda: self._program(chunk).per_sample)
+    def _pass_q(self, cost: LayerCost, work: Work, part: float) -> float:
+        new = cost.gather_keys(work.sharded)
+        # Decodes are sharded only where all rows are, and they have keys that are cached.
+        if not work.ring_cached and not (work.decode_keys and work.sharded == work.rows):
+            return new
+        return new + cost.ring(cost.hop(work.sharded * cost.query_bytes), part) + cost.send_states(work.sharded)
 
-    def _program(self, rows: int) -> Program:
-        """The program that a batch runs in; ValueError if it has more rows than any."""
-        at = bisect_left(self._rows, rows)  # type: ignore[attr-defined]
-        if at == len(self.programs):
-            raise ValueError(f"a batch of {rows} rows is more than the {self.programs[-1].rows} that can be predicted")
-        return self.programs[at]
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "ExchangeCost":
+        """From plain data, as `dataclasses.asdict` makes it; TypeError or ValueError if it isn't that."""
+        parts = {"model": ModelShape(**fields["model"]), "hardware": Hardware(**fields["hardware"])}
+        return cls(**fields | parts)
 
 
 @dataclasses.dataclass(frozen=True)

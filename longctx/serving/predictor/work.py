@@ -64,7 +64,7 @@ class Work(NamedTuple):
     def with_chunk(self, start: int, count: int, samples: bool, replicated: bool = False) -> "Work":
         """This work and that of one more chunk: `count` tokens after `start` others on this rank.
 
-        A replicated chunk's keys on a rank are not all of its sequence's: see `rank_work.replicated_start`.
+        A replicated chunk's keys on a rank are not all of its sequence's: see `batch.replicated_start`.
 
         Args:
           start: tokens before the chunk on this rank.

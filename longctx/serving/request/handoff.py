@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from longctx.models.validation import MAX_INT32, check_integer
 from longctx.serving.request.output import Output, TokenLogprob
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.validation import MAX_INT32, check_integer, check_text
+from longctx.serving.validation import check_text
 
 
 class Progress(NamedTuple):

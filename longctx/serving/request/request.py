@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
+from longctx.serving.validation import check_text
 
 # A deadline is between these.
 _SECONDS = 1e-6, 1e9
@@ -30,7 +31,6 @@ class Request:
       priority: higher is more urgent; -1 comes after all who don't say. It comes before any policy.
       lease: keep its pages for another engine, which goes on with it: under this id, followed by the index of the
         completion if there are several. `Handoff.of` its outputs has what else that engine needs.
-      shares_pages: whether it may begin with pages that others have computed, and others with its pages.
 
     Raises:
       TypeError, ValueError: a field is of the wrong type or out of range; the message names it.
@@ -63,7 +63,6 @@ class Request:
     tpot_target: float | None = None
     priority: int = 0
     lease: str | None = None
-    shares_pages: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -76,7 +75,6 @@ class Request:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check_real(name, value, *_SECONDS))
-        check_bool("shares_pages", self.shares_pages)
         object.__setattr__(self, "priority", check_integer("priority", self.priority, -1, MAX_INT32))
 
 

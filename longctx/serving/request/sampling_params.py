@@ -5,16 +5,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated
 
-from longctx.serving.validation import (
-    MAX_INT32,
-    Range,
-    Share,
-    check_fields,
-    check_integer,
-    check_real,
-    check_text,
-    shown,
-)
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.serving.validation import Range, Share, check_fields, check_text
 
 # Ranges in which a device's int32 and float32 hold the numbers, and in which logits stay finite.
 _Count = Annotated[int, Range(0, MAX_INT32)]

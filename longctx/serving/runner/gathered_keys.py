@@ -111,8 +111,16 @@ class GatheredKeys:
             gathered = lax.all_gather(sharded, "context", tiled=True)
         cache = new.write(cache, jnp.concatenate([gathered, others]), 0)
         kv = as_floats(gathered[self.order], q.dtype)
-        tokens = (self.queries.positions, self.keys.positions, self.queries.segments, self.keys.segments)
-        state = attention(q, kv[:, 0], kv[:, 1], *tokens, out_dtype=jnp.float32)
+        state = attention(
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            q_positions=self.queries.positions,
+            kv_positions=self.keys.positions,
+            q_segment_ids=self.queries.segments,
+            kv_segment_ids=self.keys.segments,
+            out_dtype=jnp.float32,
+        )
         if of_pages is not None:
             state = merge_state(*state, *of_pages)
         elif self.own is not None:

@@ -92,14 +92,14 @@ class KeyRing:
         kernel = check_kernel(q, True, None, None).beside_hops(self.shape.ranks)
         block = self._first_block(cache, first_page, jnp.moveaxis(sharded, 1, 0))
 
-        def step(state: Any, kv: Array, keys: tuple[Tokens, Any], source: Array) -> Any:
-            attended, *passed = state
+        def step(state: Any, block: tuple[Array, ...], keys: tuple[Tokens, Any], source: Array) -> Any:
+            (kv,), (attended, *passed) = block, state
             return self._attend(kernel, q, kv, *keys, attended), *passed, kv[:, 0, self.places[source]]
 
         def keys_of(hop: int) -> tuple[Tokens, Any]:
             return _keys_after(hop, self.keys), self.plans[hop]
 
-        state, *passed = fold_ring(block, keys_of, step, "context", (None,))
+        state, *passed = fold_ring((block,), keys_of, step, "context", (None,))
         if self.num_rounds is not None:
             further = self._round(kernel, q, first_page)
             state, cache = lax.fori_loop(1, self.num_rounds, further, (match_varying(state, "context"), cache))
@@ -132,8 +132,8 @@ class KeyRing:
         assert own is not None
         assert cached is not None
 
-        def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            return self._attend(kernel, q, kv, keys, None, state)
+        def step(state: Any, block: tuple[Array, ...], keys: Tokens, source: Array) -> Any:
+            return self._attend(kernel, q, block[0], keys, None, state)
 
         def further(number: Array, carry: Any) -> Any:
             (state, cache), labels = carry, cached.round(number, message)
@@ -146,7 +146,7 @@ class KeyRing:
             block = own.round(number, message).key_values(cache, first_page, q.dtype)
             # If the loop did not carry the cache, XLA would copy it, as it is written afterwards. Without the barrier
             # JAX would find that the loop does not change it.
-            return lax.optimization_barrier((fold_ring(block, keys_of, step, "context", state), cache))
+            return lax.optimization_barrier((fold_ring((block,), keys_of, step, "context", state), cache))
 
         return further
 

@@ -1,9 +1,9 @@
-"""`ModelRunner`, the interface between executor and devices, and `MeshModelRunner`, which runs a mesh of devices."""
+"""`ModelRunner`, which runs the devices of a mesh for an executor."""
 
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
-from longctx.serving.kv_cache.connector import PageBlock, PageRead
+from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
 from longctx.serving.runner import state_updates
@@ -28,101 +28,6 @@ from longctx.serving.runner.sample_step import compile_samplers, outer_params, s
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import DeviceState, state_shardings, step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
-
-
-@runtime_checkable
-class DeviceRead(PageRead, Protocol):
-    """Pages that are being copied from devices to the host."""
-
-    @property
-    def num_bytes(self) -> int:
-        """That it takes on devices, and on the host, as long as it is referred to."""
-        ...
-
-
-@runtime_checkable
-class ModelRunner(Protocol):
-    """Runs steps on devices. Calls take effect in their order, in all stages. Each rank numbers its own pages."""
-
-    def clear_slot(self, slot: int) -> None:
-        """Mark all page table entries of a slot as unused."""
-        ...
-
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
-        """Set page table entries of a slot, see `state_updates.set_entries`."""
-        ...
-
-    def set_seen(self, slot: int, seen: np.ndarray) -> None:
-        """Set how often a slot has seen each token, uint32 `[vocab]`, see `sampler.count_tokens`."""
-        ...
-
-    def set_bias(self, slot: int, bias: LogitBias) -> None:
-        """Set the biases of a slot, numpy arrays `[M]`."""
-        ...
-
-    @property
-    def num_programs(self) -> int:
-        """Programs of a shape of steps, those of all levels of sampling included."""
-        ...
-
-    def compile(self, shape: Shape, compiled: Callable[[], object] = lambda: None) -> List[Any]:
-        """Compile the programs that `step` runs for a shape, and return them; `compiled` is called after each."""
-        ...
-
-    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, Any]:
-        """Run one step of all stages.
-
-        Args:
-          rows: a packed `RowInputs` for each stage and rank, int32 `[stage, context, length]`.
-          samples: a packed `SampleInputs`, int32 `[length]`.
-
-        Returns:
-          (sampled tokens; hidden states for `prompt_logprobs`).
-        """
-        ...
-
-    def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
-        """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""
-        ...
-
-    @property
-    def page_layout(self) -> PageLayout:
-        """Layout of pages that are read and written. Their numbers count the pages of all ranks, rank after rank."""
-        ...
-
-    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DeviceRead:
-        """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them."""
-        ...
-
-    def place_block(self, pages: List[int], block: PageBlock) -> Any:
-        """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
-
-        This call alone may come from any thread. The block's memory must not change until it is written.
-
-        Raises:
-          ValueError: the block is not of these pages, or has another layout.
-        """
-        ...
-
-    def write_placed(self, blocks: List[Any]) -> Callable[[], object] | None:
-        """Begin to write blocks from `place_block` over their pages.
-
-        Returns:
-          What waits, in any thread, until nothing reads the blocks' memory any more. None: nothing does.
-        """
-        ...
-
-    def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        """Write a block of a load of `pages`: `place_block` and `write_placed`; its memory may change after it."""
-        ...
-
-    def needed(self, pages: List[int]) -> np.ndarray:
-        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
-        ...
-
-    def compile_pages(self) -> None:
-        """Compile what reads and writes pages."""
-        ...
 
 
 def abstract_state(
@@ -136,7 +41,7 @@ def abstract_state(
     entries: int,
     rows: int,
 ) -> DeviceState:
-    """Shapes, dtypes and shardings of the state of a `MeshModelRunner`.
+    """Shapes, dtypes and shardings of the state of a `ModelRunner`.
 
     Args:
       dtype: of parameters, and `kv_dtype`: of pages.
@@ -159,8 +64,11 @@ def abstract_state(
     return jax.tree.map(lambda x, place: array(x.shape, x.dtype, sharding=place), state, places)
 
 
-class MeshModelRunner:
-    """Runs the devices of a mesh.
+class ModelRunner:
+    """Runs steps on the devices of a mesh. Calls take effect in their order, in all stages.
+
+    Each rank numbers its own pages for `set_entries` and `step`. In calls that move pages, the numbers count the pages
+    of all ranks, rank after rank.
 
     Args:
       num_pages: pages of each rank. None: `allocate` is called before the first step.
@@ -222,15 +130,19 @@ class MeshModelRunner:
         return abstract_state(self.model.config, self.mesh, dtype, self._kv_dtype, *sizes)
 
     def clear_slot(self, slot: int) -> None:
+        """Mark all page table entries of a slot as unused."""
         self._update(state_updates.clear_slot, np.int32(slot), page_size=self._page_size)
 
     def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
+        """Set page table entries of a slot, see `state_updates.set_entries`."""
         self._update(state_updates.set_entries, np.int32(slot), first, pages, page_index)
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
+        """Set how often a slot has seen each token, uint32 `[vocab]`, see `sampler.count_tokens`."""
         self._update(state_updates.set_seen, np.int32(slot), seen)
 
     def set_bias(self, slot: int, bias: LogitBias) -> None:
+        """Set the biases of a slot, numpy arrays `[M]`."""
         self._update(state_updates.set_bias, np.int32(slot), bias)
 
     def _update(self, update: Any, *arguments: Any, **static: Any) -> None:
@@ -239,9 +151,11 @@ class MeshModelRunner:
 
     @property
     def num_programs(self) -> int:
+        """Programs of a shape of steps, those of all levels of sampling included."""
         return (len(Programs._fields) if self.run_step is layered_step else 1) + len(SamplingLevel)
 
     def compile(self, shape: Shape, compiled: Callable[[], object] = lambda: None) -> List[Any]:
+        """Compile the programs that `step` runs for a shape, and return them; `compiled` is called after each."""
         rows = np.stack([RowInputs.empty(shape)[0]] * self.mesh.shape["stage"])
         inputs = self._to_devices(rows, SampleInputs.empty(shape)[0])
         # JAX finds the program again when `step` calls it with arrays: only what is abstract of them is in its key.
@@ -258,6 +172,15 @@ class MeshModelRunner:
         return programs
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
+        """Run one step of all stages.
+
+        Args:
+          rows: a packed `RowInputs` for each stage and rank, int32 `[stage, context, length]`.
+          samples: a packed `SampleInputs`, int32 `[length]`.
+
+        Returns:
+          (sampled tokens; hidden states for `prompt_logprobs`).
+        """
         inputs = self._to_devices(rows, samples)
         state, hidden, last_rows = self.run_step(
             self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections
@@ -274,6 +197,7 @@ class MeshModelRunner:
         return sampled, hidden
 
     def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
+        """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""
         on_devices = self._put(targets, P("context"))
         return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, on_devices, shape.num_top)
 
@@ -286,21 +210,36 @@ class MeshModelRunner:
         return self._pages.layout
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
+        """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them."""
         return self._pages.read(self.state.cache, pages, layers)
 
     def place_block(self, pages: List[int], block: PageBlock) -> PlacedBlock:
+        """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
+
+        This call alone may come from any thread. The block's memory must not change until it is written.
+
+        Raises:
+          ValueError: the block is not of these pages, or has another layout.
+        """
         return self._pages.place(pages, block)
 
     def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], object] | None:
+        """Begin to write blocks from `place_block` over their pages.
+
+        Returns:
+          What waits, in any thread, until nothing reads the blocks' memory any more. None: nothing does.
+        """
         cache, done = self._pages.write(self.state.cache, blocks)
         self.state = self.state._replace(cache=cache)
         return functools.partial(jax.block_until_ready, done) if done else None
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
+        """Write a block of a load of `pages`: `place_block` and `write_placed`; its memory may change after it."""
         if (wait := self.write_placed([self.place_block(pages, block)])) is not None:
             wait()
 
     def needed(self, pages: List[int]) -> np.ndarray:
+        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
         return self._pages.needed(pages)
 
     def compile_pages(self) -> None:

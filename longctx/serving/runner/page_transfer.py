@@ -65,6 +65,7 @@ class DevicePageRead:
 
     @property
     def num_bytes(self) -> int:
+        """That it takes on devices, and on the host, as long as it is referred to."""
         return sum(block.rows.nbytes for block in self._blocks)
 
     def result(self) -> list[PageBlock]:

@@ -1,141 +1,171 @@
-"""Admission: which waiting sequences get a slot and pages, and the memory reserved for one that lacks room.
-
-Source: EASY backfilling of batch schedulers (Lifka 1995; Mu'alem and Feitelson 2001), with pages instead of nodes.
-"""
+"""Admission: which waiting sequences get a slot and pages, and which wait for a prefix that another one computes."""
 
 import bisect
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.growth import Growth
-from longctx.serving.scheduler.page_planner import PagePlan, PagePlanner
-from longctx.serving.scheduler.policy import by_urgency, lends_steps, relative_slack, urgency_order
+from longctx.serving.scheduler.page_planner import Growth, PagePlan, PagePlanner, PredictedEnds, Reservation
+from longctx.serving.scheduler.policy import (
+    Policy,
+    TenantShares,
+    by_urgency,
+    lends_steps,
+    relative_slack,
+    urgency_order,
+)
 from longctx.serving.scheduler.preemption import Preemption
-from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
 from longctx.serving.scheduler.running import Running, arrival_order
-from longctx.serving.scheduler.sequence import Sequence
-
-# Of the pages, what a reservation leaves for those that stay. With none, a reservation that takes just what comes back
-# would keep every short prompt with a long answer waiting; with it, the sequence may wait for one more end.
-_SPARE = 1 / 32
+from longctx.serving.scheduler.sequence import Sequence, State
 
 
-class PredictedEnds:
-    """Predicts when sequences return their pages: prompts take turns, and all max_tokens are sampled.
-
-    Args:
-      prompts: (order, seconds) of the prompts that are read: the least order comes first.
-      shares: prompts share steps, so that a short one does not wait for the whole of a longer one before it.
-      token_seconds: between two tokens of a sequence.
-    """
-
-    def __init__(
-        self, prompts: Iterable[tuple[tuple[float, float], float]], shares: bool, token_seconds: float, now: float
-    ) -> None:
-        by_order = sorted(prompts)
-        self._orders = [order for order, _ in by_order]
-        self._before = [0.0, *accumulate(seconds for _, seconds in by_order)]
-        self._seconds = sorted(seconds for _, seconds in by_order) if shares else []
-        self._shorter = [0.0, *accumulate(self._seconds)]
-        self._shares, self.token_seconds, self._now = shares, token_seconds, now
-
-    def decode_end(self, sequence: Sequence) -> float:
-        """Return when a sequence ends whose prompt has been read."""
-        tokens = sequence.prompt_length + sequence.max_tokens - sequence.length
-        return self._now + tokens * self.token_seconds
-
-    def end(self, sequence: Sequence, order: tuple[float, float]) -> float:
-        """Return when a sequence ends that is read, or would be: after the prompts before it, or in turns with all.
-
-        In turns, each of the others has had as much time as this one when it ends, or all that it needs.
-        """
-        seconds = sequence.prefill_remaining
-        ahead = self._before[bisect_left(self._orders, order)]
-        if self._shares:
-            shorter = bisect_left(self._seconds, seconds)
-            ahead = min(ahead, self._shorter[shorter] + seconds * (len(self._seconds) - shorter))
-        return self.decode_end(sequence) + seconds + ahead
-
-
-class Reservation:
-    """Memory for a sequence without room: enough pages, at the time when they have come back by prediction.
-
-    Of those that run, some have passed it. These don't put the reservation off, however wrong predictions are: neither
-    the time nor what is left by then rests on when they end. So a sequence waits at most until all that run beside it
-    when it is blocked have ended, and then for those that were to have ended by then.
-
-    Attributes:
-      time: when enough of the others will have returned their pages, and a small share besides; `-inf` if they have,
-        and only sequences that were to return theirs by now hold what is missing.
-      surplus: pages of each rank that are left then; of all ranks together where sequences grow.
-    """
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        self.needs = list[int]()
-        self.time, self.surplus = -math.inf, list[int]()
-        # Those that have passed: some return their pages by the time of the reservation, others it does not need.
-        self._returning, self._staying = set[Sequence](), set[Sequence]()
-
-    def update(
-        self, pool: PagePool, needs: list[int], others: Iterable[tuple[Sequence, float]], in_all: bool, margin: int
-    ) -> None:
-        """Find time and surplus anew.
-
-        Args:
-          needs: pages of each rank, or in all, that must be there.
-          others: sequences that run, with their predicted ends.
-          in_all: pages of all ranks are counted together.
-          margin: pages of each rank, or in all, that are not available though they are free.
-        """
-        self.needs = needs
-        returning, staying = set[Sequence](), set[Sequence]()
-        back, left = list[Sequence](), list[tuple[float, int, Sequence]]()
-        for other, end in others:
-            if other in self._returning:
-                returning.add(other)
-                back.append(other)
-            elif other in self._staying:
-                staying.add(other)
-            elif other is not self.sequence:
-                left.append((end, other.order, other))
-        self._returning, self._staying = returning, staying
-        free = [pool.num_available] if in_all else pool.by_rank
-        claims = sum(other.claim for other in staying)
-        self.surplus = [pages - need - margin - claims for pages, need in zip(free, self.needs, strict=True)]
-        for other in back:
-            self._return(pool, other, in_all)
-        self.time = -math.inf
-        for end, _, other in sorted(left):
-            if min(self.surplus) >= _SPARE * (pool.num_pages if in_all else pool.per_rank):
+def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]:
+    """The pages of its longest prefix that is in the cache; at least one token is left to compute."""
+    pages: list[int] = []
+    if sequence.may_share:
+        for key in sequence.keys[: (sequence.length - 1) // page_size]:
+            page = pool.find(key)
+            if page is None:
                 break
-            self._return(pool, other, in_all)
-            self.time = end
+            pages.append(page)
+    return pages
 
-    def allows(self, pages: List[int], end: float) -> bool:
-        """Return whether a sequence that takes `pages` until `end` may pass."""
-        return end <= self.time or all(count <= left for count, left in zip(pages, self.surplus, strict=True))
 
-    def pass_by(self, other: Sequence, pages: List[int], end: float) -> None:
-        """Let another sequence pass."""
-        if end <= self.time:
-            self._returning.add(other)
-        else:
-            self._staying.add(other)
-            self.surplus = [left - count for count, left in zip(pages, self.surplus, strict=True)]
+# The share of the rows of prompts below which a sequence is too slow to be waited for by a more urgent one.
+_TOO_SLOW = 0.25
 
-    def _return(self, pool: PagePool, other: Sequence, in_all: bool) -> None:
-        pages = [x + y for x, y in zip(pool.alone(other.order), other.reserved, strict=True)]
-        pages = [sum(pages) + other.promised] if in_all else pages
-        self.surplus = [left + count for left, count in zip(self.surplus, pages, strict=True)]
+
+@dataclass
+class _Leader:
+    """A sequence that others wait for, and how it got on since it was looked at last.
+
+    `waiting`: how many pages each waits for. `until`: when it should have come further by prediction.
+    """
+
+    sequence: Sequence
+    seconds_per_page: float
+    registered: int
+    computed: int
+    prompt_rows: int  # of all prompts, so far
+    until: float
+    waiting: dict[Sequence, int]
+
+    def is_slow(self, now: float, prompt_rows: int) -> bool:
+        """Whether it got few of the rows of prompts, or none for as long as all that is waited for should take."""
+        computed, rows = self.sequence.computed - self.computed, prompt_rows - self.prompt_rows
+        is_slow = computed < _TOO_SLOW * rows or (computed == 0 and now > self.until)
+        if computed:
+            self.until = now + (max(self.waiting.values()) - self.sequence.registered) * self.seconds_per_page
+        self.registered = self.sequence.registered
+        self.computed, self.prompt_rows = self.sequence.computed, prompt_rows
+        return is_slow
+
+
+class PrefixWaits:
+    """Sequences that wait for pages which another one computes, and for how long.
+
+    A sequence whose next page another one is computing waits for all pages that both begin with, if these are
+    predicted to be there sooner than it could compute them itself. It gives up when it would itself come before the
+    other, which is slow: so it never waits longer than computing takes.
+    """
+
+    def __init__(self, running: Running, forecast: Forecast, policy: Policy, tenants: TenantShares) -> None:
+        self._running, self._forecast, self._policy, self._tenants = running, forecast, policy, tenants
+        self._leaders: dict[Sequence, _Leader] = {}
+        self._leader_of: dict[Sequence, Sequence] = {}  # of those that wait, or gave up
+
+    def end(self, now: float) -> bool:
+        """End the waits that are over; whether there was one."""
+        ended = False
+        for leader in list(self._leaders.values()):
+            there = leader.sequence.registered
+            over: list[Sequence] = []
+            if leader.sequence.state not in (State.LOADING, State.PREFILLING):
+                over, there = list(leader.waiting), max(there, leader.registered)
+            elif there >= min(leader.waiting.values(), default=math.inf):
+                over = [sequence for sequence, pages in leader.waiting.items() if pages <= there]
+            for sequence in over:
+                hit = min(there, leader.waiting[sequence]) * self._running.page_size
+                sequence.prefix_hit_tokens = max(hit, sequence.prefix_hit_tokens)
+                self._forecast.update(sequence)
+                self.forget(sequence)
+            is_loading = leader.sequence.state is State.LOADING
+            if leader.waiting and not is_loading and leader.is_slow(now, self._running.prompt_rows):
+                first = self._order(leader.sequence, now)
+                slow = [sequence for sequence in leader.waiting if self._order(sequence, now) < first]
+                for sequence in slow:
+                    del leader.waiting[sequence]
+                over += slow
+            ended = ended or bool(over)
+            if not leader.waiting:
+                self._leaders.pop(leader.sequence, None)
+        return ended
+
+    def others(self, waiting: list[Sequence]) -> list[Sequence]:
+        """The sequences that wait for no prefix."""
+        if not self._leaders:
+            return waiting
+        waits = set().union(*(leader.waiting for leader in self._leaders.values()))
+        return [sequence for sequence in waiting if sequence not in waits]
+
+    def leader_of(self, sequence: Sequence) -> Sequence | None:
+        """Whom a sequence waits for now."""
+        leader = self._leader_of.get(sequence)
+        waits = leader is not None and leader in self._leaders and sequence in self._leaders[leader].waiting
+        return leader if waits else None
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has been admitted, or has ended, or its pages are there."""
+        leader = self._leader_of.pop(sequence, None)
+        if leader is not None and leader in self._leaders:
+            self._leaders[leader].waiting.pop(sequence, None)
+
+    def begin(self, sequence: Sequence, found: int, now: float) -> bool:
+        """Whether a sequence of which `found` pages are in the cache waits for more."""
+        size = self._running.page_size
+        usable = min(len(sequence.keys), (sequence.length - 1) // size)
+        if not sequence.may_share or found >= usable:
+            return False
+        other = self._computing(sequence.keys[found], found)
+        if other is None or self._leader_of.get(sequence) is other:
+            return False  # no sequence computes the page, or it has been waited for long enough
+        pages = min(usable, _common(sequence, other, found + 1))
+        alone = self._forecast.prefill_seconds(found * size, pages * size, sequence.tpot_target)
+        there = min(other.computed, pages * size)
+        if self._forecast.prefill_seconds(there, pages * size, other.tpot_target) > alone:
+            return False
+        leader = self._leaders.get(other)
+        if leader is None:
+            rows, seconds = self._running.prompt_rows, alone / (pages - found)
+            leader = _Leader(other, seconds, other.registered, other.computed, rows, now + alone, {})
+            self._leaders[other] = leader
+        leader.waiting[sequence] = pages
+        self._leader_of[sequence] = other
+        return True
+
+    def _computing(self, key: object, number: int) -> Sequence | None:
+        """Return the sequence that computes the page of this key and number next."""
+        return next((s for s in self._running.prefilling if s.registered == number and _key(s, number) == key), None)
+
+    def _order(self, sequence: Sequence, now: float) -> tuple[int, float, float, int]:
+        return -sequence.priority, self._tenants.rank(sequence), self._policy.urgency(sequence, now), sequence.order
+
+
+def _key(sequence: Sequence, number: int) -> object:
+    return sequence.keys[number] if number < len(sequence.keys) else None
+
+
+def _common(one: Sequence, other: Sequence, low: int) -> int:
+    """Count the pages both begin with, `low` at least: a key stands for all pages before it, so bisection finds it."""
+    high = min(len(one.keys), len(other.keys))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.keys[middle - 1] == other.keys[middle - 1] else (low, middle - 1)
+    return low
 
 
 # Seconds after which those who wait are ranked again, though nothing has changed but the time.
@@ -173,6 +203,7 @@ class Admission:
 
     Attributes:
       waiting: in order of arrival.
+      reservations: of the most urgent sequences that wait for memory, as they were found last.
     """
 
     def __init__(
@@ -192,18 +223,13 @@ class Admission:
         self.waiting: list[Sequence] = []
         self._waits = PrefixWaits(running, forecast, chunker.policy, chunker.tenants)
         self._blocked: _Blocked | None = None
-        self._reservations: dict[Sequence, Reservation] = {}
+        self.reservations: dict[Sequence, Reservation] = {}
         self._ends: PredictedEnds | None = None  # of those that run now
 
     @property
     def blocked(self) -> Sequence | None:
         """The most urgent sequence, if it had no room when it was looked at last."""
         return None if self._blocked is None else self._blocked.sequence
-
-    @property
-    def reservations(self) -> dict[Sequence, Reservation]:
-        """Return the reservations of the most urgent sequences that wait for memory, as they were found last."""
-        return self._reservations
 
     def waits_for(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence that computes the pages of a prefix which a sequence waits for."""
@@ -231,7 +257,7 @@ class Admission:
 
     def _admit_waiting(self, batch: Batch, now: float) -> None:
         slots = self._running.slots
-        if not self.waiting or not (slots.free or (self._optimistic and not slots.resting)):
+        if not self.waiting or not (slots.free or (self._optimistic and not slots.draining)):
             return
         known = None if self._waits.end(now) else self._still_blocked()
         if known is not None and now <= known.until:
@@ -251,7 +277,7 @@ class Admission:
                     return
             if known is not None and sequence is known.sequence:
                 first = sequence
-                reservations.append(self._reserve(sequence, self._reservations[sequence].needs, now))
+                reservations.append(self._reserve(sequence, self.reservations[sequence].needs, now))
                 known.until = now + _RANKED_AGAIN
                 break
             shared = find_prefix(self._pool, sequence, self._running.page_size)
@@ -270,7 +296,7 @@ class Admission:
                 break
             self._admit(batch, sequence, plan, now)
             self._count_passed(batch.blocked, [sequence], now)
-        self._reservations = {reservation.sequence: reservation for reservation in reservations}
+        self.reservations = {reservation.sequence: reservation for reservation in reservations}
         if first is not None:
             first.blocked_since = now if first.blocked_since is None else first.blocked_since
             self._let_pass(batch, reservations, _PASSED_OVER - passed_over, now)
@@ -325,7 +351,7 @@ class Admission:
         victims = self._preemption.make_way(sequence, now, fits, spared=batch.admitted)
         if not victims:
             return None
-        self._running.slots.wake(batch.index)
+        self._running.slots.reclaim(batch.index)
         # The end of what a victim has computed is lost with the least harm.
         return self._planner.plan(sequence, shared, begin=last.get(victims[0]))
 
@@ -333,12 +359,12 @@ class Admission:
         """Preempt a prompt for the most urgent sequence, if it has room then. Its slot may have to rest at first."""
         shared = find_prefix(self._pool, sequence, self._running.page_size)
         self._make_way(batch, sequence, shared, now)
-        if not (self._running.slots.free or self._running.slots.resting):
+        if not (self._running.slots.free or self._running.slots.draining):
             self._remember_blocked(sequence, len(sequence.keys), now)
 
     def _reserve(self, sequence: Sequence, needs: list[int], now: float) -> Reservation:
         """Return the reservation of a sequence that lacks `needs` pages, as predicted now."""
-        reservation = self._reservations.get(sequence) or Reservation(sequence)
+        reservation = self.reservations.get(sequence) or Reservation(sequence)
         ends = self._predict_ends(now)
         running = [(s, ends.end(s, urgency_order(self._policy, s, now))) for s in self._running.prefilling]
         running += [(s, ends.decode_end(s)) for s in self._running.decoding]
@@ -371,7 +397,6 @@ class Admission:
             self._blocked.until = -math.inf
 
     def _by_urgency(self, waiting: list[Sequence], now: float) -> Iterator[Sequence]:
-        """Sort sequences by their turn to be admitted."""
         return by_urgency(self._policy, waiting, now, self._tenants)
 
     def _still_blocked(self) -> _Blocked | None:
@@ -391,9 +416,9 @@ class Admission:
             self._pool.forget(found[-1])  # it is written to from now on
             sequence.computed += sequence.partial_page.tokens
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
-        lost = max(0, sequence.lost - max(sequence.computed, sequence.available))
+        lost = max(0, sequence.tokens_to_recompute - max(sequence.computed, sequence.available))
         sequence.recomputed += lost
-        sequence.protected, sequence.lost = sequence.computed + 2 * lost, 0
+        sequence.no_preempt_before, sequence.tokens_to_recompute = sequence.computed + 2 * lost, 0
         sequence.prefix_hit_tokens = 0  # they are computed now
         sequence.blocked_since = None
         self._forecast.update(sequence)

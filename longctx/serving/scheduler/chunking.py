@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
+from longctx.models.validation import shown
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens
@@ -17,7 +18,6 @@ from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
-from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
 # below the second, the prompt loses more than those gain that may come meanwhile; above the last a larger one gains
@@ -192,15 +192,6 @@ class Chunker:
             self._grown -= steps - self.plan.stage
         for chunks in batches:
             self.note(chunks)
-
-    def state(self) -> tuple[list[int], int]:
-        """Return what it remembers of batches that have been planned."""
-        return list(self._recent), self._grown
-
-    def restore(self, recent: List[int], grown: int) -> None:
-        """Take over a `state`."""
-        self._recent.extend(recent)
-        self._grown = grown
 
     def _step(self, decodes: List[Chunk]) -> StepBudget:
         return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)

@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 from longctx.parallel.cost import Thresholds
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import ExchangeCost, Predictor
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import Chunk, keys_by_rank, place_rows, work_by_exchange, work_by_rank
 from longctx.serving.scheduler.batch import Exchange as Exchange
-from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, work_by_exchange, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 Rows = tuple[int, int, int]

@@ -165,21 +165,15 @@ class Forecast:
 
     Args:
       time: predicts what runs alone; its predictor is `predictor`.
+
+    Attributes:
+      factor: the correction that prompts were predicted with last.
     """
 
     def __init__(self, predictor: Corrected, time: PromptTime, plan: ParallelPlan, slo: Slo) -> None:
         self._predictor, self.time, self._slo = predictor, time, slo
         self._num_stages, self._num_ranks = plan.stage, plan.context
-        self._factor = predictor.prompt_factor
-
-    @property
-    def factor(self) -> float:
-        """The correction that prompts were predicted with last."""
-        return self._factor
-
-    @factor.setter
-    def factor(self, factor: float) -> None:
-        self._factor = factor
+        self.factor = predictor.prompt_factor
 
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
@@ -233,15 +227,15 @@ class Forecast:
                 load[rank] += sequence.prefill_remaining
         return load
 
-    def heed_correction(self, *queues: Iterable[Sequence]) -> None:
+    def rescale_predictions(self, *queues: Iterable[Sequence]) -> None:
         """Correct the predictions of all prompts where the device turns out to be slower or faster than predicted.
 
         Deadlines stay: what was promised is what is measured.
         """
         factor = self._predictor.prompt_factor
-        if abs(factor / self._factor - 1) > _NOTABLE:
+        if abs(factor / self.factor - 1) > _NOTABLE:
             # Steps of prompts are predicted in proportion to it, but a last one of a single token; to predict them anew
             # would take many milliseconds. What was predicted since its last notable change is off by that little.
             for sequence in itertools.chain(*queues):
-                sequence.prefill_remaining *= factor / self._factor
-            self._factor = factor
+                sequence.prefill_remaining *= factor / self.factor
+            self.factor = factor

@@ -74,14 +74,6 @@ class TenantShares:
             del self._active[tenant]
             self._forget()
 
-    def state(self) -> tuple[dict[str, float], float]:
-        """Return what is remembered of tenants that have no requests."""
-        return dict(self._served), self._virtual
-
-    def restore(self, served: Mapping[str, float], virtual: float) -> None:
-        """Take over a `state`."""
-        self._served, self._virtual = dict(served), virtual
-
     def _add(self, tenant: str, tokens: int) -> None:
         self._served[tenant] += tokens / self._weights.get(tenant, 1.0)
 
@@ -127,14 +119,11 @@ def by_urgency(
 
     Higher priorities come before all others, and tenants before urgency: a policy orders the prompts of one tenant.
     """
-    sequences = list(sequences)
-    at_once = _AT_ONCE.get(getattr(type(policy), "urgency", None))
-    urgencies = [policy.urgency(s, now) for s in sequences] if at_once is None else at_once(sequences, now)
+    urgency = policy.urgency
     if tenants is None or not tenants.are_several:
-        heap = [(-s.priority, 0.0, urgency, s.order, s) for s, urgency in zip(sequences, urgencies, strict=True)]
+        heap = [(-s.priority, 0.0, urgency(s, now), s.order, s) for s in sequences]
     else:
-        rank = tenants.rank
-        heap = [(-s.priority, rank(s), urgency, s.order, s) for s, urgency in zip(sequences, urgencies, strict=True)]
+        heap = [(-s.priority, tenants.rank(s), urgency(s, now), s.order, s) for s in sequences]
     heapq.heapify(heap)
     while heap:
         yield heapq.heappop(heap)[-1]
@@ -214,12 +203,12 @@ class LeastRelativeSlack(Alone):
 
 @dataclass(frozen=True)
 class InputLengthAwareSlack(LeastRelativeSlack):
-    """`ilrs`: Medha's policy: as `lrs_relative`, and short prompts share steps with a long one (prefill-prefill
-    batching).
+    """`ilrs`: Medha's policy: as `lrs_relative`, and short prompts share steps with a long one.
 
-    The nearer a prompt is to its deadline, the larger its share of the step, up to `max_share`: what it has used up of
-    its slack, and at least what it needs to be in time. The paper has the first of these two alone, by which a prompt
-    of 15 ms that is due in a second begins with 1.5 % of a step, however long the steps are that it shares.
+    That is prefill-prefill batching. The nearer a prompt is to its deadline, the larger its share of the step, up to
+    `max_share`: what it has used up of its slack, and at least what it needs to be in time. The paper has the first of
+    these two alone, by which a prompt of 15 ms that is due in a second begins with 1.5 % of a step, however long the
+    steps are that it shares.
 
     Source: Medha, 4.2.
     """
@@ -229,17 +218,6 @@ class InputLengthAwareSlack(LeastRelativeSlack):
     def share(self, sequence: Sequence, now: float) -> float:
         return min(self.max_share, max(0.0, 1.0 - relative_slack(sequence, now), sequence.due_share))
 
-
-# Urgencies of many sequences, as their policies' methods compute them: thousands may wait.
-_AT_ONCE: dict[object, Callable[[list[Sequence], float], list[float]]] = {
-    FirstComeFirstServed.urgency: lambda sequences, now: [s.arrival for s in sequences],
-    EarliestDeadlineFirst.urgency: lambda sequences, now: [s.deadline for s in sequences],
-    ShortestRemainingPrefill.urgency: lambda sequences, now: [s.prefill_remaining for s in sequences],
-    LeastSlack.urgency: lambda sequences, now: [s.deadline - now - s.prefill_remaining for s in sequences],
-    LeastRelativeSlack.urgency: lambda sequences, now: [
-        (s.deadline - now - s.prefill_remaining) / s.ttft_budget for s in sequences
-    ],
-}
 
 POLICIES: dict[str, Callable[[float], Policy]] = {
     "fcfs": lambda max_share: FirstComeFirstServed(),

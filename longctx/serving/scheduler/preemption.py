@@ -5,18 +5,18 @@ from collections.abc import Sequence as List
 
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.page_planner import Growth
 from longctx.serving.scheduler.policy import Policy, urgency_order
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 
 
-def dispensability(sequence: Sequence) -> tuple[bool, int, int]:
+def preemption_key(sequence: Sequence) -> tuple[bool, int, int]:
     """Prompts before decodes, the lowest priority first, then who came last: the largest is preempted first.
 
     A prompt that was preempted counts as a decode until it has computed what it lost, and as much besides.
     """
-    is_prompt = sequence.state is State.PREFILLING and sequence.computed >= sequence.protected
+    is_prompt = sequence.state is State.PREFILLING and sequence.computed >= sequence.no_preempt_before
     return is_prompt, -sequence.priority, sequence.order
 
 
@@ -48,7 +48,7 @@ class Preemption:
         while sequence.reserved[rank] == 0 and self._pool.available(rank) == 0:
             # Promised pages are as good as held ones.
             holders = (s for s in self._running if rank in s.ranks or s.reserved[rank] or s is sequence)
-            victim = max(holders, key=dispensability)
+            victim = max(holders, key=preemption_key)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -94,7 +94,7 @@ class Preemption:
 
     def _gives_way(self, victim: Sequence, sequence: Sequence, now: float) -> bool:
         """Whether a prompt may be preempted for another one, see `make_way`."""
-        if victim.computed < victim.protected or victim.priority > sequence.priority:
+        if victim.computed < victim.no_preempt_before or victim.priority > sequence.priority:
             return False
         if victim.priority < sequence.priority:
             return True

@@ -23,12 +23,10 @@ from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast, PromptTime
-from longctx.serving.scheduler.growth import Growth
-from longctx.serving.scheduler.page_loads import PageLoads
-from longctx.serving.scheduler.page_planner import PagePlanner
+from longctx.serving.scheduler.page_planner import Growth, PagePlanner
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
-from longctx.serving.scheduler.running import PageStores, Running
+from longctx.serving.scheduler.running import PageLoads, PageStores, Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.scheduler.step_budget import Share
@@ -135,9 +133,9 @@ class Scheduler:
         batch = Batch(self.num_steps)
         if self.stores is not None:
             self.stores.step = batch.index
-        self.forecast.heed_correction(self.waiting, self.running.prefilling)
+        self.forecast.rescale_predictions(self.waiting, self.running.prefilling)
         self._plan_decodes(batch)
-        self.running.slots.wake(batch.index)
+        self.running.slots.reclaim(batch.index)
         self._grow_prompts(batch, now)
         self.admission.admit(batch, now)
         self.loads.begin(batch)
@@ -168,7 +166,7 @@ class Scheduler:
     def only_decodes(self) -> bool:
         """Whether steps decode all running sequences and nothing else, until one of them ends or needs a page."""
         running, slots = self.running, self.running.slots
-        if running.prefilling or not running.decoding or slots.resting:
+        if running.prefilling or not running.decoding or slots.draining:
             return False
         if (self.waiting and (slots.free or self.is_optimistic)) or self.admission.blocked is not None:
             return False
@@ -204,7 +202,7 @@ class Scheduler:
     @property
     def is_held_up(self) -> bool:
         """Whether some idle steps let those who wait be admitted, or pages be stored."""
-        return bool((self.waiting and self.running.slots.resting) or self.stores)
+        return bool((self.waiting and self.running.slots.draining) or self.stores)
 
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
@@ -309,7 +307,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preempted += 1
         sequence.preemptions += 1
-        sequence.lost = sequence.computed
+        sequence.tokens_to_recompute = sequence.computed
         sequence.prefix_hit_tokens = sequence.registered * self._page_size if sequence.may_share else 0
         if self.stores is not None and sequence.source == TIERS:
             sequence.available = sequence.prefix_hit_tokens

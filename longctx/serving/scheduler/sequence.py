@@ -75,8 +75,8 @@ class Sequence:
     cached: int | None = None  # tokens found in the cache when first admitted
     preemptions: int = 0
     recomputed: int = 0  # tokens that it lost by that: they were not in the cache any more
-    lost: int = 0  # tokens that it had computed when it was preempted, until it runs again
-    protected: int = 0  # computed tokens up to which no more urgent sequence may preempt it
+    tokens_to_recompute: int = 0  # tokens that it had computed when it was preempted, until it runs again
+    no_preempt_before: int = 0  # computed tokens up to which no more urgent sequence may preempt it
     least_pages: int = 0  # that it needs to begin, while it waits
     blocked_since: float | None = None  # when it first had no room, though it came before all others
     passed_by: int = 0  # how many less urgent ones were admitted meanwhile

@@ -9,9 +9,15 @@ from typing import NamedTuple
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor, chunk_curve
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import (
+    Chunk,
+    keys_by_rank,
+    place_rows,
+    replicated_start,
+    sharded_rows,
+    work_by_rank,
+)
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, replicated_start, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 

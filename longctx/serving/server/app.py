@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -18,39 +17,23 @@ from longctx.serving.server.routes.administration import administration_router, 
 from longctx.serving.server.routes.internal import internal_router
 from longctx.serving.server.routes.openai import caches_router, openai_router
 from longctx.serving.server.routes.page import page_router
-from longctx.serving.server.schemas import (
-    AbortBody,
-    CacheBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    DrainBody,
-    MigrateBody,
-    ResumeBody,
-    SwapBody,
-    TokenizeBody,
-    components,
-)
+from longctx.serving.server.schemas import bodies_described
 from longctx.serving.server.server import Server
 
 logger = logging.getLogger(__name__)
-
-COMMON_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
-_BODIES: list[type[BaseModel]] = [*COMMON_BODIES, MigrateBody, ResumeBody, DrainBody, SwapBody, CacheBody]
 
 
 def make_app(server: Server) -> FastAPI:
     """Return the app of an engine's server."""
     make_routers = (caches_router, administration_router, internal_router, page_router)
-    return app_of(server, [make_router(server) for make_router in make_routers], _BODIES)
+    return app_of(server, [make_router(server) for make_router in make_routers])
 
 
-def app_of(server: Frontend, routers: Sequence[APIRouter], bodies: Sequence[type[BaseModel]]) -> FastAPI:
+def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
     """Return the app of a server. It starts the server when it is started, and closes it at its end.
 
     Args:
       routers: of routes besides those that all servers have.
-      bodies: that routes read by themselves, for OpenAPI.
     """
 
     @contextlib.asynccontextmanager
@@ -80,7 +63,7 @@ def app_of(server: Frontend, routers: Sequence[APIRouter], bodies: Sequence[type
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )
-    _describe_bodies(app, bodies)
+    _describe_bodies(app)
     return app
 
 
@@ -95,13 +78,13 @@ async def _answer(request: Request, error: Exception) -> Response:
     return error.response
 
 
-def _describe_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+def _describe_bodies(app: FastAPI) -> None:
     """Add the schemas of bodies that routes read by themselves to OpenAPI's."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = plain()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(components([*bodies]))
+        document.setdefault("components", {}).setdefault("schemas", {}).update(bodies_described())
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 OPEN_PREFIXES = ("/page/static/",)
 """Paths that need no key: whether the server lives, and the page's own files."""
 
-_CONTROL_PATHS = frozenset({"/start_profile", "/stop_profile", "/migrate", "/resume", "/drain", "/kv_swap"})
+_CONTROL_PATHS = frozenset({"/start_profile", "/stop_profile", "/resume", "/drain", "/kv_swap"})
 _CONTROL_PREFIXES = ("/cluster/",)
 ADMIN_PATHS = _CONTROL_PATHS | {"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests", "/abort_request"}
 """Paths that need the key of an administrator, where there is one; those of control, where there is any key."""

@@ -33,8 +33,11 @@ _BACKLOG, _KEEP_ALIVE = 2048, 75
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with limits: on the size of headers and the time until they are there, and on how long a client may
-    take nothing of what is sent to it. A subclass has the `settings`."""
+    """HTTP/1.1 with limits on headers and on clients that do not read.
+
+    They are on the size of headers and the time until they are there, and on how long a client may take nothing of what
+    is sent to it. A subclass has the `settings`.
+    """
 
     settings: ServerSettings
 

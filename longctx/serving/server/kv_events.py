@@ -11,7 +11,8 @@ of the same hash on the devices.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,26 +78,18 @@ def block_hash(key: Key) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-class _Stored(msgspec.Struct, gc=False):
-    parent: Key | None
+class _Change(NamedTuple):
+    """Consecutive pages that can be found in a medium from now on, or, without `is_stored`, no more.
+
+    `tokens`, `salt`: of pages on the devices.
+    """
+
+    medium: str
     keys: list[Key]
-    tokens: np.ndarray
-    salt: str
-
-
-class _TierStored(msgspec.Struct, gc=False):
-    tier: str
-    parent: Key
-    keys: list[Key]
-
-
-class _TierRemoved(msgspec.Struct, gc=False):
-    tier: str
-    keys: list[Key]
-
-
-_Change = _Stored | list[Key] | _TierStored | _TierRemoved | None
-"""Pages stored, removed, stored or removed in a tier, or None where there is none left."""
+    is_stored: bool
+    parent: Key | None = None
+    tokens: np.ndarray | None = None
+    salt: str = ""
 
 
 class TierChanges:
@@ -105,30 +98,27 @@ class TierChanges:
     def __init__(self) -> None:
         self.num_pages = 0  # in all tiers
         self.has_some = threading.Event()
-        self._changes: list[_TierStored | _TierRemoved] = []
+        self._changes: list[_Change] = []
         self._lock = threading.Lock()
 
     def stored(self, tier: str, key: Key, parent: Key) -> None:
-        with self._lock:
-            self.num_pages += 1
-            last = self._changes[-1] if self._changes else None
-            if isinstance(last, _TierStored) and last.tier == tier and last.keys[-1] == parent:
-                last.keys.append(key)
-            else:
-                self._changes.append(_TierStored(tier, parent, [key]))
-        self.has_some.set()
+        self._add(_Change(_MEDIA[tier], [key], True, parent))
 
     def removed(self, tier: str, key: Key) -> None:
+        self._add(_Change(_MEDIA[tier], [key], False))
+
+    def _add(self, change: _Change) -> None:
         with self._lock:
-            self.num_pages -= 1
+            self.num_pages += 1 if change.is_stored else -1
             last = self._changes[-1] if self._changes else None
-            if isinstance(last, _TierRemoved) and last.tier == tier:
-                last.keys.append(key)
+            follows = not change.is_stored or (last is not None and last.keys[-1] == change.parent)
+            if last is not None and follows and (last.medium, last.is_stored) == (change.medium, change.is_stored):
+                last.keys.extend(change.keys)
             else:
-                self._changes.append(_TierRemoved(tier, [key]))
+                self._changes.append(change)
         self.has_some.set()
 
-    def take(self) -> list[_TierStored | _TierRemoved]:
+    def take(self) -> list[_Change]:
         """Return all changes since the last call."""
         with self._lock:
             self.has_some.clear()
@@ -156,7 +146,7 @@ class KvEvents:
             raise ValueError("the engine's pages have a listener already")
         self._page_size, self._publish = engine.config.page_size, publish
         self._announced: set[Key] = set()
-        self._changes: list[_Change] = []
+        self._changes: list[_Change | None] = []  # None: nothing is left
         self._handing_on = threading.Lock()
         self._tiers = TierChanges()
         self._is_closed = False
@@ -181,16 +171,16 @@ class KvEvents:
 
     def stored(self, parent: Key | None, keys: list[Key], tokens: np.ndarray, salt: str) -> None:
         self._announced.update(keys)
-        self._changes.append(_Stored(parent, keys, tokens, salt))
+        self._changes.append(_Change(_MEDIUM, keys, True, parent, tokens, salt))
 
     def removed(self, key: Key) -> None:
         if key in self._announced:
             self._announced.remove(key)
             last = self._changes[-1] if self._changes else None
-            if isinstance(last, list):
-                last.append(key)
+            if last is not None and not last.is_stored:
+                last.keys.append(key)
             else:
-                self._changes.append([key])
+                self._changes.append(_Change(_MEDIUM, [key], False))
 
     def cleared(self) -> None:
         if not self._announced and not self._tiers.num_pages:
@@ -202,7 +192,7 @@ class KvEvents:
             changes, self._changes = self._changes, []
             self._hand_on([*changes, *self._tiers.take()])
 
-    def _hand_on(self, changes: list[_Change]) -> None:
+    def _hand_on(self, changes: Sequence[_Change | None]) -> None:
         if changes:
             now, page_size = time.time(), self._page_size
             self._publish(lambda: encode(changes, page_size, now))
@@ -215,38 +205,33 @@ class KvEvents:
             time.sleep(_INTERVAL)
             with self._handing_on:
                 if not self._changes:  # else the end of the step tells of pages on the devices, and then of others
-                    self._hand_on([*self._tiers.take()])
+                    self._hand_on(self._tiers.take())
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(changes: list[_Change], page_size: int, now: float) -> bytes:
+def encode(changes: Sequence[_Change | None], page_size: int, now: float) -> bytes:
     """Encode the batch of a step's changes."""
     return _ENCODER.encode(EventBatch(now, [_event(change, page_size) for change in changes], 0))
 
 
-def _event(change: _Change, page_size: int) -> Event:
+def _event(change: _Change | None, page_size: int) -> Event:
     if change is None:
         return AllBlocksCleared()
-    if isinstance(change, list):
-        return BlockRemoved(list(map(block_hash, change)), _MEDIUM, 0)
-    if isinstance(change, _TierRemoved):
-        return BlockRemoved(list(map(block_hash, change.keys)), _MEDIA[change.tier], 0)
-    if isinstance(change, _TierStored):
-        parent = block_hash(change.parent) if change.parent else None
-        hashes, medium = list(map(block_hash, change.keys)), _MEDIA[change.tier]
-        return BlockStored(hashes, parent, [], page_size, None, medium, None, None, 0, KIND)
-    is_salted = change.salt and change.parent is None
+    medium, keys, is_stored, parent, tokens, salt = change
+    hashes = list(map(block_hash, keys))
+    if not is_stored:
+        return BlockRemoved(hashes, medium, 0)
     return BlockStored(
-        list(map(block_hash, change.keys)),
-        None if change.parent is None else block_hash(change.parent),
-        change.tokens.tolist(),
+        hashes,
+        block_hash(parent) if parent else None,
+        [] if tokens is None else tokens.tolist(),
         page_size,
         None,
-        _MEDIUM,
+        medium,
         None,
-        [(change.salt,), *[None] * (len(change.keys) - 1)] if is_salted else None,
+        [(salt,), *[None] * (len(keys) - 1)] if salt and parent is None else None,
         0,
         KIND,
     )

@@ -6,14 +6,12 @@ Prompts and answers are not logged unless that is asked for.
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 from longctx.serving.server.settings import LogFormat
-
-_LIBRARY = "longctx"
-_REQUESTS = "longctx.requests"
 
 
 class LogFormatter(logging.Formatter):
@@ -37,20 +35,17 @@ class LogFormatter(logging.Formatter):
         return text if exception is None else f"{text}\n{exception}"
 
 
-def install(form: LogFormat, stream: TextIO) -> logging.Handler:
-    """Send the library's log to a stream; return the handler, for `uninstall`."""
-    if form not in ("text", "json"):
-        raise ValueError(f'log_format must be "text" or "json", got {form!r}')
-    handler = logging.StreamHandler(stream)
+def install(form: LogFormat, stream: TextIO) -> Callable[[], None]:
+    """Send the library's log to a stream; return what undoes that."""
+    logger, handler = logging.getLogger("longctx"), logging.StreamHandler(stream)
     handler.setFormatter(LogFormatter(form))
-    logging.getLogger(_LIBRARY).addHandler(handler)
-    return handler
+    logger.addHandler(handler)
 
+    def uninstall() -> None:
+        logger.removeHandler(handler)
+        handler.close()
 
-def uninstall(handler: logging.Handler) -> None:
-    """Undo `install`."""
-    logging.getLogger(_LIBRARY).removeHandler(handler)
-    handler.close()
+    return uninstall
 
 
 class RequestLog:
@@ -63,7 +58,7 @@ class RequestLog:
     def __init__(self, shows_prompts: bool = False) -> None:
         self._shows_prompts = shows_prompts
         self._outputs: dict[str, list[Output]] = {}
-        self._logger = logging.getLogger(_REQUESTS)
+        self._logger = logging.getLogger("longctx.requests")
         self._logger.setLevel(logging.INFO)
 
     def note(self, output: Output, request: Request) -> None:

@@ -2,27 +2,18 @@
 
 Metrics that vLLM exports too have its names, labels and buckets, so that dashboards, llm-d and the gateway API's
 inference extension read them with `prefix="vllm"`. All others begin with `longctx:`. They tell what the scheduler
-decides and how well it predicts, what devices use, and what becomes of pages beyond the devices.
+decides, how well it predicts, and what becomes of pages beyond the devices.
 """
 
-import math
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
-import jax
 from prometheus_client.core import Metric
 
-from longctx.models.config import LlamaConfig
-from longctx.models.footprint import kv_row_bytes
-from longctx.models.params import Params
-from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.metrics import StepMetrics, StepReport
+from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.tiers.store import TieredStore
-from longctx.serving.predictor.roofline import data_sheet
 from longctx.serving.request.output import FinishReason, Metrics, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
@@ -31,9 +22,7 @@ from longctx.serving.server.series import (
     Histogram,
     RenderedMetrics,
     counter,
-    counters,
     gauge,
-    gauges,
     one_two_five,
 )
 from longctx.serving.server.settings import check_prefix
@@ -54,7 +43,6 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 _SLACK = (-10, -4, -2, -1, -0.5, -0.25, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4, 10)
 _LOAD_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_STEPS = 512  # that MFU and MBU are of
 
 # Names of `TierStats`, and of their metrics.
 _TIER_COUNTERS = {
@@ -73,77 +61,6 @@ _TIER_GAUGES = {
     "num_bytes": ("bytes", "Bytes that they take."),
     "pinned_bytes": ("pinned_bytes", "Bytes of those that may not go."),
 }
-_PREFILLS = {
-    "decision": "Prompts of ordinary requests, by where they were read: here, for a reason, or by another server.",
-    "answer": "Prompts that other servers were asked to read, by how that ended.",
-}
-
-
-class Peak(NamedTuple):
-    """Peak of all devices together: FLOP/s and bytes/s."""
-
-    flops: float
-    bandwidth: float
-
-    @classmethod
-    def of(cls, engine: Engine) -> "Peak | None":
-        """Return the peak of an engine's devices by their data sheet; None if there is none."""
-        mesh = engine.mesh
-        sheet = None if mesh is None else data_sheet(mesh.devices.flat[0])
-        if mesh is None or sheet is None:
-            return None
-        return cls(sheet.peak_flops * mesh.size, sheet.memory_bandwidth * mesh.size)
-
-
-class ModelCost:
-    """Operations and bytes that a model needs for steps, without padding and replicated rows.
-
-    Two operations count for each weight and row, four for each pair of a query's and a key's element; and the bytes of
-    all weights, once a step on each context rank, and of the keys and values attended to, once a chunk.
-
-    Args:
-      weight_bytes: of all weights that a step reads, on all devices together.
-      element: bytes of an element of keys and values, unless `kv_dtype` says.
-
-    Source:
-      Mnemosyne, section 3.1 (equations 1 to 4), and PaLM (Chowdhery et al. 2022), appendix B, for MFU.
-    """
-
-    def __init__(self, model: LlamaConfig, weight_bytes: int, element: int, kv_dtype: str | None = None) -> None:
-        attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        self._per_row = 2 * model.num_layers * model.hidden_size * (attention + 3 * model.intermediate_size)
-        self._per_sample = 2 * model.vocab_size * model.hidden_size
-        self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
-        self._per_key = 2 * model.num_layers * model.num_kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype)
-        self._weight_bytes = weight_bytes
-
-    @classmethod
-    def of(cls, engine: Engine) -> "ModelCost":
-        """Return the cost of an engine's model; weights count nothing where an executor simulates and has none."""
-        params: Params | None = getattr(getattr(engine._executor, "runner", None), "params", None)
-        kv_dtype = engine.config.kv_dtype
-        if params is None:
-            return cls(engine.model.config, 0, 2, kv_dtype)
-        leaves = jax.tree.leaves({name: params[name] for name in ("layers", "lm_head")})
-        return cls(engine.model.config, sum(map(_bytes, leaves)), params["embed"].dtype.itemsize, kv_dtype)
-
-    def flops(self, step: StepMetrics) -> float:
-        """Return the operations of a step."""
-        rows, pairs = step.decodes, step.decode_keys
-        for start, count in step.chunks:
-            rows += count
-            pairs += count * start + count * (count + 1) // 2
-        return self._per_row * rows + self._per_sample * step.samples + self._per_pair * pairs
-
-    def bytes(self, step: StepMetrics) -> float:
-        """Return the bytes that a step reads."""
-        keys = step.decode_keys + sum(start + count for start, count in step.chunks)
-        return self._weight_bytes + self._per_key * keys
-
-
-def _bytes(x: jax.Array) -> int:
-    """Return the bytes of an array on all devices together."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.device_set)
 
 
 class ServerMetrics(RenderedMetrics):
@@ -158,8 +75,6 @@ class ServerMetrics(RenderedMetrics):
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
-      prefills: prompts by where they were read (`"decision"`), and by how reading them elsewhere ended (`"answer"`);
-        None: no other server reads any.
 
     Raises:
       ValueError: prefix is no name of letters, digits and underscores.
@@ -171,16 +86,12 @@ class ServerMetrics(RenderedMetrics):
         self._labels = {"model_name": check_text("model_name", model_name), "engine": "0"}
         self._histograms, self._own = _histograms(thread.engine.max_length), _own_histograms()
         self._load_seconds = Histogram("Seconds of a load of pages from beyond the devices.", _LOAD_SECONDS)
-        self._cost, self._peak = ModelCost.of(thread.engine), Peak.of(thread.engine)
-        self._flops, self._bytes = 0.0, 0.0
-        self._used: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)  # operations, bytes, seconds of a step
         self._idle = dict.fromkeys(map(str, range(thread.engine.plan.context)), 0.0)
         self._ends = dict.fromkeys(_REASONS.values(), 0)
         self._kept = {kind: {"true": 0, "false": 0} for kind in ("ttft", "tpot")}
         self.refusals = dict.fromkeys(_REFUSALS, 0)
         self.caches: Caches | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
-        self.prefills: Mapping[str, Mapping[str, int]] | None = None
         self._register()
         thread.on_step.append(self.observe_step)
         thread.on_end.append(self.observe_request)
@@ -199,10 +110,6 @@ class ServerMetrics(RenderedMetrics):
             own["step_seconds_over_predicted"].observe(step.seconds / step.predicted)
         for rank, share in enumerate(step.idle_share):
             self._idle[str(rank)] += step.seconds * share
-        flops, read = self._cost.flops(step), self._cost.bytes(step)
-        self._flops += flops
-        self._bytes += read
-        self._used.append((flops, read, step.seconds))
 
     def observe_request(self, output: Output, request: Request) -> None:
         """Count a completion that has ended; in the engine's thread."""
@@ -275,7 +182,7 @@ class ServerMetrics(RenderedMetrics):
             ("num_preemptions", "How often a sequence gave its pages back to others.", stats.preemptions),
         ):
             yield counter(prefix + name, help, labels, count)
-        yield counters(prefix + "request_success", "Completions that ended.", labels, "finished_reason", self._ends)
+        yield counter(prefix + "request_success", "Completions that ended.", labels, self._ends, "finished_reason")
         for name, histogram in self._histograms.items():
             yield histogram.family(prefix + name, labels)
         adapters = {"max_lora": "0", "waiting_lora_adapters": "", "running_lora_adapters": ""}
@@ -302,38 +209,27 @@ class ServerMetrics(RenderedMetrics):
         ):
             yield gauge(_PREFIX + name, help, labels, value)
         pages = {str(rank): count for rank, count in enumerate(load.pages_by_rank)}
-        yield gauges(_PREFIX + "pages_held", "Pages that sequences hold.", labels, "rank", pages)
+        yield gauge(_PREFIX + "pages_held", "Pages that sequences hold.", labels, pages, "rank")
         for name, help, count in (
             ("steps", "Steps that were begun.", stats.steps),
             ("stage_idle_steps", "Stages with nothing to do in a step, summed.", stats.idle_stage_steps),
             ("pages_evicted", "Pages that had no holder and were given to other requests.", stats.pages_evicted),
             ("computed_prompt_tokens", "Tokens of prompts computed, those of preempted again.", stats.prompt_tokens),
-            ("model_flops", "Operations that the model needed, estimated.", self._flops),
-            ("model_read_bytes", "Bytes that the model needed to read, estimated.", self._bytes),
         ):
             yield counter(_PREFIX + name, help, labels, count)
         idle = "Seconds of steps in which a context rank waits for the busiest one, by prediction."
-        yield counters(_PREFIX + "rank_idle_seconds", idle, labels, "rank", self._idle)
-        yield counters(_PREFIX + "requests_refused", "Requests refused.", labels, "reason", self.refusals)
+        yield counter(_PREFIX + "rank_idle_seconds", idle, labels, self._idle, "rank")
+        yield counter(_PREFIX + "requests_refused", "Requests refused.", labels, self.refusals, "reason")
         for kind, kept in self._kept.items():
-            yield counters(f"{_PREFIX}{kind}_targets", f"Completions that had a {kind} target.", labels, "kept", kept)
-        used = tuple(self._used)
-        seconds = sum(row[2] for row in used)
-        if self._peak is not None and seconds > 0:
-            for name, what, column, peak in (
-                ("mfu_ratio", "operations", 0, self._peak.flops),
-                ("mbu_ratio", "memory bandwidth", 1, self._peak.bandwidth),
-            ):
-                help = f"Share of all devices' {what} that the last {_STEPS} steps used."
-                yield gauge(_PREFIX + name, help, labels, sum(row[column] for row in used) / seconds / peak)
+            yield counter(f"{_PREFIX}{kind}_targets", f"Completions that had a {kind} target.", labels, kept, "kept")
 
     def _of_tiers(self, store: TieredStore) -> Iterator[Metric]:
         labels, stats = self._labels, store.stats
         of = {tier: getattr(stats, tier) for tier in store.tiers}
-        for make, families in ((counters, _TIER_COUNTERS), (gauges, _TIER_GAUGES)):
+        for make, families in ((counter, _TIER_COUNTERS), (gauge, _TIER_GAUGES)):
             for attribute, (name, help) in families.items():
                 values = {tier: getattr(own, attribute) for tier, own in of.items()}
-                yield make(f"{_PREFIX}kv_tier_{name}", help, labels, "tier", values)
+                yield make(f"{_PREFIX}kv_tier_{name}", help, labels, values, "tier")
         waiting = "Bytes of pages on their way from the devices, or to tiers below host memory."
         yield gauge(_PREFIX + "kv_waiting_bytes", waiting, labels, stats.waiting_bytes)
         if self.caches is not None:
@@ -343,27 +239,20 @@ class ServerMetrics(RenderedMetrics):
     def _of_transfers(self, transfers: Mapping[str, TransferCounts]) -> Iterator[Metric]:
         for direction, counts in transfers.items():
             help = f"Transfers of pages {direction}, by how they ended."
-            yield counters(f"{_PREFIX}kv_transfers_{direction}", help, self._labels, "outcome", counts.outcomes)
+            yield counter(f"{_PREFIX}kv_transfers_{direction}", help, self._labels, counts.outcomes, "outcome")
         for name, help in (
             ("bytes", "Bytes of pages that transfers moved."),
             ("blocks", "Blocks of pages that transfers moved."),
             ("strangers", "Connections and messages of who has not the secret, or speaks another protocol."),
         ):
             moved = {direction: getattr(counts, name) for direction, counts in transfers.items()}
-            yield counters(f"{_PREFIX}kv_transfer_{name}", help, self._labels, "direction", moved)
-        for label, found in (self.prefills or {}).items():
-            yield counters(f"{_PREFIX}prefill_{label}s", _PREFILLS[label], self._labels, label, found)
+            yield counter(f"{_PREFIX}kv_transfer_{name}", help, self._labels, moved, "direction")
 
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, leases = self._engine.pages, self._labels, self._engine.core.leases
         yield self._load_seconds.family(_PREFIX + "kv_load_seconds", labels)
-        verified, moved = pages.verifier.stats, pages.moved
-        found = [
-            ("kv_verified", "Loaded pages that were computed again and compared.", verified.verified),
-            ("kv_mismatch", "Those of them that differed, though their checksums were right.", verified.mismatches),
-        ]
-        if moved is not None:
-            found += [
+        if (moved := pages.moved) is not None:
+            for name, help, count in (
                 ("kv_loads", "Loads that ended.", moved.loads),
                 ("kv_short_loads", "Loads that came short.", moved.short_loads),
                 ("kv_failed_loads", "Loads that raised an error.", moved.failed_loads),
@@ -373,11 +262,10 @@ class ServerMetrics(RenderedMetrics):
                 ("kv_stored_pages", "Pages read from the devices, to be kept.", moved.stored_pages),
                 ("kv_stored_bytes", "Bytes of these.", moved.stored_bytes),
                 ("kv_dropped_pages", "Pages not read from the devices: there was no room.", moved.dropped_stores),
-            ]
-        for name, help, count in found:
-            yield counter(_PREFIX + name, help, labels, count)
+            ):
+                yield counter(_PREFIX + name, help, labels, count)
         help = "Pages that were expected of loads, did not come, and were computed instead."
-        yield counters(_PREFIX + "kv_recomputed_pages", help, labels, "source", pages.recomputed)
+        yield counter(_PREFIX + "kv_recomputed_pages", help, labels, pages.recomputed, "source")
         yield gauge(_PREFIX + "kv_leases", "Leases of pages that other engines may fetch.", labels, len(leases))
         help = "Pages that leases keep, of requests that have ended."
         yield gauge(_PREFIX + "kv_leased_pages", help, labels, leases.num_pages)

@@ -43,7 +43,7 @@ class Observers:
         with contextlib.ExitStack() as closings:  # events end first, then the worker, then what it writes to
             notes: list[Callable[[Output, Request], object]] = []
             if settings.log_format is not None:
-                closings.callback(logs.uninstall, logs.install(settings.log_format, stream or sys.stderr))
+                closings.callback(logs.install(settings.log_format, stream or sys.stderr))
                 notes.append(logs.RequestLog(settings.log_prompts).note)
             if settings.otlp is not None:
                 exporter = tracing.otlp_exporter(settings.otlp)

@@ -1,16 +1,14 @@
-"""Events of a request that another server computes: as lines of JSON between servers, and passed on to its client here.
+"""Events of a request that another server computes: as lines of JSON between servers, and what its client has had.
 
 A line has the events of a step. Events that the client has had come again when another engine goes on with a request:
 they are compared and left out.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from longctx.serving.engine.active_request import MigratedRequest, MigratingRequest
-from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
@@ -46,7 +44,6 @@ class EventLine(msgspec.Struct, array_like=True, frozen=True):
         return cls(event.index, event.token_ids, event.text, event.logprobs, end)
 
 
-Lines = AsyncIterator[list[EventLine]]
 _decoder = msgspec.json.Decoder(list[EventLine])
 
 
@@ -83,27 +80,18 @@ class RelayedOutputs:
     """Outputs of a request that another server computes, as far as the client has had them.
 
     Args:
-      outputs: of all completions so far.
-      open_: the completions that have not ended.
+      arrival: by the clock of `read`.
+      seed: of its first completion.
 
     Attributes:
-      open: of them, those that have not ended.
+      open: the completions that have not ended.
       cached_tokens: of the prompt, for the outputs' metrics; None: what they say already.
     """
 
-    def __init__(self, outputs: Sequence[Output], open_: set[int]) -> None:
-        self._outputs = {output.index: _copied(output) for output in outputs}
-        self.open = open_
-        self.cached_tokens: int | None = None
-        self._repeated: dict[int, int] = {}
-        self.expect_again()
-
-    @classmethod
-    def of_none(cls, prepared: PreparedRequest, request_id: str, arrival: float, seed: int) -> "RelayedOutputs":
-        """Return those of a request of which nothing is computed yet."""
+    def __init__(self, prepared: PreparedRequest, request_id: str, arrival: float, seed: int) -> None:
         sampling = prepared.request.sampling
-        outputs = [
-            Output(
+        self._outputs = {
+            index: Output(
                 request_id,
                 index,
                 [],
@@ -115,8 +103,11 @@ class RelayedOutputs:
                 seed=seed,
             )
             for index in range(sampling.n)
-        ]
-        return cls(outputs, set(range(sampling.n)))
+        }
+        self.open = set(self._outputs)
+        self.cached_tokens: int | None = None
+        self._repeated: dict[int, int] = {}
+        self.expect_again()
 
     @property
     def outputs(self) -> list[Output]:
@@ -208,78 +199,3 @@ class RelayedOutputs:
         self._outputs[index] = output
         self.open.discard(index)
         return Event(output.request_id, index, tokens, text, (), output)
-
-
-def _copied(output: Output) -> Output:
-    """Return an output whose lists and metrics change independently."""
-    return dataclasses.replace(
-        output,
-        token_ids=[*output.token_ids],
-        metrics=dataclasses.replace(output.metrics),
-        logprobs=None if output.logprobs is None else [*output.logprobs],
-        prompt_logprobs=None if output.prompt_logprobs is None else [*output.prompt_logprobs],
-    )
-
-
-class Relay:
-    """Events of a request that has left this engine for another server; it resumes here if they end too early.
-
-    Its methods are for the event loop's thread.
-
-    Args:
-      flush: see `EngineThread`.
-    """
-
-    def __init__(
-        self, thread: EngineThread, migration: MigratingRequest, migrated: MigratedRequest, flush: Callable[[], object]
-    ) -> None:
-        self._thread, self._migration, self._migrated, self._flush = thread, migration, migrated, flush
-        self._relayed = RelayedOutputs(migrated.outputs, migrated.open)
-
-    async def follow(self, lines: Lines) -> None:
-        """Pass events on until the last one.
-
-        Raises:
-          RelayBroken: they end before, or the other server fails, or they can't be right.
-        """
-        async for line in lines:
-            now = self._thread.engine.now()
-            events = [event for entry in line if (event := self._relayed.read(entry, now)) is not None]
-            if events:
-                self._migrated.sink(events)
-                self._flush()
-            if not self._relayed.open:
-                self._thread.end_migration(self._migration)
-                return
-        raise RelayBroken("its events ended before the request did")
-
-    def resume_locally(self) -> None:
-        """Go on here; the pages that are still in the cache are found there."""
-        outputs, handoff = self._relayed.outputs, self._relayed.handoff()
-        had = {output.index: len(output.token_ids) for output in outputs}
-        sink, open_ = self._migrated.sink, frozenset(self._relayed.open)
-
-        def skip(events: list[Event]) -> None:
-            """Leave out the events that the client has had."""
-            new = []
-            for event in events:
-                if event.index in open_ and had[event.index] and event.token_ids:
-                    had[event.index] -= len(event.token_ids)
-                elif event.index in open_:
-                    new.append(event)
-            if new:
-                sink(new)
-
-        migrated = self._migrated._replace(outputs=outputs)
-        try:
-            self._thread.resume_locally(self._migration, migrated, handoff, skip)
-        except (RuntimeError, ValueError) as error:
-            self.end("error", f"the request could not be moved, nor be taken back: {error}")
-
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Tell the client that nothing more comes."""
-        self._thread.end_migration(self._migration)
-        now = self._thread.engine.now()
-        events = [self._relayed.end(index, reason, now, error) for index in sorted(self._relayed.open)]
-        self._migrated.sink(events)
-        self._flush()

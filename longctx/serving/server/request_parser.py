@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from longctx.models.chat_template import ChatTemplate
+from longctx.models.chat_template import PLAIN_STOP, ChatTemplate, has_template
 from longctx.models.tokenizer import HFTokenizer, TokenBytes, Tokenizer
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
@@ -50,12 +50,12 @@ class ChatFormat:
 
     @property
     def has_template(self) -> bool:
-        return self.template is not None or getattr(self.tokenizer, "chat_template", None) is not None
+        return self.template is not None or has_template(self.tokenizer)
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end an answer: a model without a template would go on with the next question."""
-        return () if self.has_template else ("\nQ:",)
+        """Return the texts that end an answer."""
+        return () if self.has_template else PLAIN_STOP
 
     def tokens(self, fields: ChatFields) -> np.ndarray:
         """Return the prompt of a chat, int32 `[T]`; a template's text has its special tokens already.

@@ -23,19 +23,23 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+_bodies: dict[str, type[BaseModel]] = {}
+
+
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """Return OpenAPI's description of a body that a route reads by itself, for `openapi_extra`."""
+    _bodies[model.__name__] = model
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def components(models: list[type[BaseModel]]) -> dict[str, Any]:
-    """Return the schemas of such bodies, for OpenAPI's `components`."""
+def bodies_described() -> dict[str, Any]:
+    """Return the schemas of all bodies that `body_of` was asked for, for OpenAPI's `components`."""
     schemas: dict[str, Any] = {}
-    for model in models:
+    for name, model in _bodies.items():
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
-        schemas[model.__name__] = schema
+        schemas[name] = schema
     return schemas
 
 
@@ -250,8 +254,7 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0: the prompt's own
-    log probabilities are what is asked for then."""
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0."""
 
     prompt: Prompt
     max_tokens: int | None = None
@@ -393,15 +396,6 @@ class AbortBody(Body):
     """Ids as the clients sent them in `x-request-id`, or as they stand in answers."""
 
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)]
-
-
-class MigrateBody(Body):
-    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new
-    requests from now on."""
-
-    to: Annotated[str, Field(max_length=2048)]
-    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
-    drain: bool = True
 
 
 class ResumeBody(Body):

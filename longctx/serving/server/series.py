@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -55,38 +55,23 @@ class Histogram:
         return family
 
 
-def gauge(name: str, help: str, labels: Mapping[str, str], value: float) -> Metric:
-    """Return the family of one gauge."""
-    return table(GaugeMetricFamily, name, help, labels, (), {(): value})
+Values = float | Mapping[Any, float]
+"""Value of a metric, or its values by those of one more label, or by tuples of those of several."""
 
 
-def gauges(name: str, help: str, labels: Mapping[str, str], label: str, values: Mapping[str, float]) -> Metric:
-    """Return the family of a gauge for each value of one more label."""
-    return table(GaugeMetricFamily, name, help, labels, (label,), {(own,): values[own] for own in tuple(values)})
+def gauge(name: str, help: str, labels: Mapping[str, str], values: Values, *columns: str) -> Metric:
+    """Return the family of a gauge, with more labels (`columns`) or none."""
+    return _fill(GaugeMetricFamily(name, help, labels=[*labels, *columns]), labels, values)
 
 
-def counter(name: str, help: str, labels: Mapping[str, str], value: float) -> Metric:
-    """Return the family of one counter, whose name ends in `_total` when it is rendered."""
-    return table(CounterMetricFamily, name, help, labels, (), {(): value})
+def counter(name: str, help: str, labels: Mapping[str, str], values: Values, *columns: str) -> Metric:
+    """Return the family of a counter, whose name ends in `_total` when it is rendered."""
+    return _fill(CounterMetricFamily(name, help, labels=[*labels, *columns]), labels, values)
 
 
-def counters(name: str, help: str, labels: Mapping[str, str], label: str, values: Mapping[str, float]) -> Metric:
-    """Return the family of a counter for each value of one more label."""
-    return table(CounterMetricFamily, name, help, labels, (label,), {(own,): values[own] for own in tuple(values)})
-
-
-def table(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-    name: str,
-    help: str,
-    labels: Mapping[str, str],
-    columns: Sequence[str],
-    rows: Mapping[Any, float],
-) -> Metric:
-    """Return the family of counters or gauges with more labels, whose values are the tuples of `rows`."""
-    family = kind(name, help, labels=[*labels, *columns])
-    for own, value in tuple(rows.items()):
-        family.add_metric([*labels.values(), *own], value)
+def _fill(family: CounterMetricFamily | GaugeMetricFamily, labels: Mapping[str, str], values: Values) -> Metric:
+    for own, value in tuple(values.items()) if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([*labels.values(), *((own,) if isinstance(own, str) else own)], value)
     return family
 
 

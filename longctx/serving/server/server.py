@@ -17,7 +17,6 @@ from longctx.serving.server.caches import Caches
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import ActiveCall, Frontend
 from longctx.serving.server.metrics import ServerMetrics
-from longctx.serving.server.migration import Migration
 from longctx.serving.server.observers import Observers
 from longctx.serving.server.request_parser import (
     ChatFormat,
@@ -89,9 +88,8 @@ class Server(Frontend):
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
-            self.metrics.transfers, self.metrics.prefills = self.transfers.counts, self.transfers.prefills
+            self.metrics.transfers = self.transfers.counts
         self._warm_up = warm_up
-        self.migration: Migration | None = None
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
         """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
@@ -170,8 +168,6 @@ class Server(Frontend):
     def start(self) -> None:
         """Begin to warm up; call it in the event loop."""
         super().start()
-        if self.transfers is not None:
-            self.migration = Migration(self.thread, self.transfers, self._flush)
         # A compilation can't be interrupted, and nothing is to wait for it at the end.
         threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
 
@@ -179,11 +175,6 @@ class Server(Frontend):
         super().drain()
         self.thread.drain()
         self.caches.close()
-
-    async def finish(self) -> None:
-        if self.migration is not None:
-            await self.migration.close()
-        await super().finish()
 
     def close(self) -> None:
         """End everything that has not ended; it waits for the step that runs."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from longctx.serving.engine.thread import Received as Received
-from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import ApiError
@@ -90,30 +89,9 @@ class Transfers(Protocol):
         """
         ...
 
-    def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
-        """Have another server read the prompt of an ordinary request, and what it waits for; None: it is read here.
-
-        Args:
-          headers: of the request; those that identify the sender are passed on.
-        """
-        ...
-
-    def check_peer(self, host: str) -> None:
-        """Raise ApiError, unless requests may be moved to this host."""
-        ...
-
-    def release(self, handoff: Handoff) -> None:
-        """Release the pages that are kept for a request which has left."""
-        ...
-
     @property
     def counts(self) -> Mapping[str, TransferCounts]:
         """Counts of transfers `"sent"` and `"received"`, for metrics."""
-        ...
-
-    @property
-    def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
-        """Prompts by where they were read, for metrics; None: no other server reads any."""
         ...
 
     def info(self) -> dict[str, Any]:
@@ -142,9 +120,7 @@ def begin_transfer(
     """
     params = call.body.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill or params.prefix):
-        if transfers is None or len(call.requests) != 1:
-            return call, None
-        return call, transfers.dispatch(call.requests[0], headers)
+        return call, None
     name = "kv_transfer_params"
     if transfers is None:
         raise ApiError(400, f"{name} can't be followed: {_NO_TRANSFERS}", name)

@@ -9,12 +9,13 @@ from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Costs, InstanceSpec
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
+from longctx.models.validation import check_real
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunking
-from longctx.serving.validation import check_real, check_text
+from longctx.serving.validation import check_text
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH
 
@@ -50,7 +51,7 @@ class ClusterInstance:
     Examples:
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
       >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=1, host_bytes=10**12)

@@ -6,12 +6,12 @@ from collections.abc import Sequence as List
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import Role
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, RoleAt
+from longctx.simulation.cluster.core import Node
 from longctx.simulation.cluster.dispatch import ActiveRequest, Cluster
-from longctx.simulation.cluster.node import Node
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.instance.tokenless import PageKeys
+from longctx.simulation.record import LoadPoint, Record, RoleAt
 from longctx.simulation.run import Run
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -37,7 +37,7 @@ class ConductorRun(Run):
         priority: Priority | None,
     ) -> None:
         super().__init__(loop)
-        self.record: ClusterRecord = ClusterRecord()
+        self.record = Record()
         self._cluster = Cluster(nodes, loop, conductor, settings, self.record, loop.now, self._end)
         self._seed, self._priority = seed, priority
         self._active: dict[str, ActiveRequest] = {}

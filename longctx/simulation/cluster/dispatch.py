@@ -13,14 +13,12 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Metrics
-from longctx.simulation.cluster.cluster_record import ClusterRecord, Moved, Placed, Rejected
-from longctx.simulation.cluster.core import ClusterCore, SubRequest
-from longctx.simulation.cluster.node import Node, block_keys
+from longctx.simulation.cluster.core import ClusterCore, Node, SubRequest, block_keys
 from longctx.simulation.cluster.page_stream import PageStream
 from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.instance.tokenless import TokenlessCompletion
-from longctx.simulation.record import Served
+from longctx.simulation.record import Moved, Placed, Record, Rejected, Served
 from longctx.simulation.workloads import WorkloadRequest
 
 
@@ -38,7 +36,7 @@ class Cluster:
     loop: EventLoop
     conductor: Conductor
     settings: ClusterSettings
-    record: ClusterRecord
+    record: Record
     start: float
     on_end: Callable[["ActiveRequest"], object]
     stranded: list["ActiveRequest"] = field(default_factory=list)

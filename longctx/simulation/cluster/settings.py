@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from longctx.serving.validation import check_bool, check_real, check_text
+from longctx.models.validation import check_bool, check_real
+from longctx.serving.validation import check_text
 from longctx.simulation.cluster.page_stream import OVERLAPS, Overlap
 
 Action = Literal["kill", "join", "drain", "restore", "prefill", "decode", "both"]
@@ -36,7 +37,8 @@ class ClusterSettings:
       >>> import statistics
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
+      >>> from longctx.simulation.cluster import ClusterSettings
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
@@ -86,7 +88,8 @@ class Change:
     Examples:
       >>> from longctx.parallel.topology import Topology
       >>> from longctx.serving import ParallelPlan
-      >>> from longctx.simulation.cluster import Change, ClusterDeployment
+      >>> from longctx.simulation.cluster import Change
+      >>> from longctx.simulation.deployment import ClusterDeployment
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)

@@ -6,21 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.serving.config import EngineConfig
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import (
-    Arrived,
-    Cancelled,
-    Cleared,
-    Closed,
-    Forgotten,
-    LoadEnded,
-    Record,
-    Released,
-    Snapshot,
-    Step,
-    split_keys,
-)
+from longctx.serving.recording.log import RecordedLog
+from longctx.serving.recording.records import Arrived, Cancelled, Closed, LoadEnded, Record, Step
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.baseline import Baseline, Decision
@@ -49,8 +36,6 @@ class Alternative:
     Args:
       predicts_from: the number of a decision that counts as different though it is not: with the recorded settings,
         what is predicted of them.
-      measured: once a decision differs, the device is at every moment as fast as it was then, relative to what is
-        predicted, so that the same steps take what was measured.
 
     Attributes:
       difference: see there; None: there is none.
@@ -63,23 +48,18 @@ class Alternative:
         baseline: Baseline,
         config: EngineConfig,
         num_pages: int,
-        predictor: Predictor | None = None,
         predicts_from: int | None = None,
-        measured: bool = False,
     ) -> None:
         self._log, self._baseline, self._predicts_from = log, baseline, predicts_from
         self.engine = Rebuilt(
             log.header,
             config,
             num_pages,
-            predictor,
             contents=baseline.replayer.engine.contents,
             outcomes=baseline.outcomes,
             seconds=self._seconds,
             logs=[self],
-            speed=baseline.speed if measured else None,
         )
-        self._is_measured = measured
         self.difference: Difference | None = None
         self.outputs: dict[int, Output] = {}
         self._wanted = {
@@ -102,7 +82,7 @@ class Alternative:
         """Do as recorded, until a decision differs."""
         for record in records:
             if not isinstance(record, Step):
-                self._hear(record)
+                self._note(self.engine.apply(record))
                 continue
             engine, executor, ended = self.engine, self.engine.executor, record.ended
             executor.now, executor.recorded = record.now, ended
@@ -122,14 +102,14 @@ class Alternative:
     def _go_on(self, records: Iterator[Record]) -> None:
         """Go on in virtual time."""
         engine, executor = self.engine, self.engine.executor
-        known = itertools.takewhile(lambda record: not isinstance(record, Closed), records)  # until a gap, or the end
-        timeless = Cleared | Forgotten | Released
-        news = (record for record in known if isinstance(record, Arrived | Cancelled | timeless))
-        record = next(news, None)
+        known = itertools.takewhile(lambda record: not isinstance(record, Closed), records)
+        # Loads end as they do here.
+        updates = (record for record in known if not isinstance(record, Step | LoadEnded))
+        record = next(updates, None)
         while self._wanted:
-            while record is not None and (isinstance(record, timeless) or record.now <= executor.now):
-                self._hear(record)
-                record = next(news, None)
+            while record is not None and (not isinstance(record, Arrived | Cancelled) or record.now <= executor.now):
+                self._note(engine.apply(record))
+                record = next(updates, None)
             step = engine.step(executor.now)
             for loaded in executor.poll_loads():
                 engine.core.end_load(loaded)
@@ -141,23 +121,6 @@ class Alternative:
                 executor.now = max(executor.now, record.now + entry)
             elif record is None:
                 return
-
-    def _hear(self, record: Record) -> None:
-        match record:
-            case Arrived():
-                self.engine.arrive(record)
-            case Released():
-                self.engine.core.leases.release(record.lease_id)
-            case LoadEnded():
-                self.engine.end_load(record)
-            case Cancelled():
-                self._note(self.engine.cancel(record))
-            case Forgotten():
-                self.engine.core.forget(split_keys(record.keys))
-            case Cleared():
-                self.engine.core.pool.clear()
-            case Snapshot():
-                self.engine.restore(record)
 
     def _note(self, events: list[Event]) -> None:
         for event in events:
@@ -172,11 +135,10 @@ class Alternative:
             self.engine.executor.recorded = None  # else the step's results, of a batch before it, are those recorded
 
     def _seconds(self, batch: Batch) -> float:
-        is_known = self.difference is None and not self._is_measured  # else `speed` stretches what is predicted
-        measured = self._baseline.durations.get(batch.index) if is_known else None
+        measured = self._baseline.durations.get(batch.index) if self.difference is None else None
         return self._baseline.times.seconds(batch.work) if measured is None else measured
 
-    # What a core tells of its decisions.
+    # As a `DecisionLog`.
 
     def note_plan(self, batch: Batch) -> None:
         if self.difference is None:

@@ -1,6 +1,5 @@
 """A log replayed once as it was, with all that a replay under other settings goes by."""
 
-import functools
 from statistics import median
 from typing import NamedTuple
 
@@ -10,8 +9,7 @@ from longctx.serving.recording.records import NOT_FINITE, STOP
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.rebuilt import Outcome
-from longctx.simulation.incident.replayer import Moment, Replayer
-from longctx.simulation.instance.virtual_executor import DeviceSpeed
+from longctx.simulation.incident.replayer import Replayer
 
 
 class Decision(NamedTuple):
@@ -26,15 +24,6 @@ class Decision(NamedTuple):
             tuple((chunk.sequence.order, chunk.start, chunk.num_tokens, chunk.ranks) for chunk in batch.chunks),
             tuple(sequence.order for sequence in batch.admitted),
         )
-
-
-class _Span(NamedTuple):
-    """Time in which a step ran, and the seconds of it that it took: stages were idle in others."""
-
-    begin: float
-    end: float
-    seconds: float
-    work: Work
 
 
 class StepTimes:
@@ -64,6 +53,7 @@ class StepTimes:
             self._factors[kind] = sum(ratio * weight for ratio, weight in rows) / total if rows else 1.0
 
     def seconds(self, work: Work) -> float:
+        """Return the seconds of a step."""
         return self._factors[bool(work.chunks)] * self._predictor.seconds(work)
 
     @property
@@ -86,7 +76,6 @@ class Baseline:
       start: when the first step was planned.
       host_seconds: from the end of a step until the next is planned, the median: what the engine's thread does then.
       entry_seconds: from the arrival at an idle engine until its first step is planned, the median.
-      speed: the device's at every moment, relative to `times`.
     """
 
     def __init__(self, replayer: Replayer) -> None:
@@ -96,9 +85,8 @@ class Baseline:
         self.durations: dict[int, float] = {}
         self.outputs: dict[int, Output] = {}
         self.outcomes: dict[int, Outcome] = {}
-        self.times = StepTimes(replayer.engine.predictor)
+        self.times = StepTimes(replayer.log.header.predictor)
         self.start = self.host_seconds = self.entry_seconds = 0.0
-        self._spans: list[_Span] = []
 
     def run(self) -> None:
         """Replay all of it; errors as of `Replayer.run`."""
@@ -118,28 +106,12 @@ class Baseline:
                 ended = moment.ended.finished if moment.ended is not None and is_open else None
             if moment.ended is not None:
                 self.durations[moment.ended.batch.index] = moment.ended.duration
-                self._note_span(moment)
                 if moment.ended.is_exact:
                     self.times.note(moment.work, moment.ended.duration)
             for event in moment.events:
                 self._note(event)
         self.times.fit()
         self.host_seconds, self.entry_seconds = (max(0.0, median(x)) if x else 0.0 for x in (gaps, entries))
-
-    def _note_span(self, moment: Moment) -> None:
-        """Note when a step ran. Ticks of a pipeline that brought it to its end were as fast as it."""
-        step = moment.ended
-        assert step is not None
-        begin = step.finished - step.duration
-        if self.replayer.log.header.plan.stage > 1:
-            is_new = any(batch is step.batch for batch in moment.plans)
-            begin = moment.now if is_new or not self._spans else self._spans[-1].end
-        self._spans.append(_Span(begin, step.finished, step.duration, moment.work))
-
-    @functools.cached_property
-    def speed(self) -> DeviceSpeed:
-        steps = ((x, self.times.seconds(x.work)) for x in self._spans if x.seconds > 0)
-        return DeviceSpeed((x.begin, x.end, (x.end - x.begin) / x.seconds * predicted) for x, predicted in steps)
 
     def _note(self, event: Event) -> None:
         output = event.output

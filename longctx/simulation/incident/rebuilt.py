@@ -4,8 +4,6 @@ Decisions follow from contents by the keys of pages alone, and these were record
 its number here, and by that number keys are looked up instead of hashed. All other tokens are zeros.
 """
 
-import dataclasses
-import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,26 +22,26 @@ from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash, PartialPage, Sessions
-from longctx.serving.predictor.runtime import Predictor, check_predictor
-from longctx.serving.recording.header import Header
+from longctx.serving.predictor.runtime import check_predictor
+from longctx.serving.recording.log import Header
 from longctx.serving.recording.records import (
     NOT_FINITE,
     STOP,
     Arrived,
     Cancelled,
+    Cleared,
     Ended,
     LoadEnded,
-    Snapshot,
+    Record,
+    Released,
     split_keys,
 )
-from longctx.serving.recording.snapshot import restore_snapshot
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.simulation.instance.virtual_executor import DeviceSpeed, Pending, VirtualExecutor
+from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
 
 GOES_ON, STOPS = 0, 1
 """Tokens of a replay: a completion ends with the second."""
@@ -63,20 +61,15 @@ class ReplayExecutor(VirtualExecutor):
     Args:
       outcomes: of completions, by the numbers of their sequences, where no record says it.
       seconds: that batches take, where no record says it; None: what their plan predicted.
-      speed: see `VirtualExecutor`.
 
     Attributes:
       recorded: the results of the batch that is waited for next; None: they follow from `outcomes`.
     """
 
     def __init__(
-        self,
-        stages: int,
-        outcomes: Mapping[int, Outcome],
-        seconds: Callable[[Batch], float] | None = None,
-        speed: DeviceSpeed | None = None,
+        self, stages: int, outcomes: Mapping[int, Outcome], seconds: Callable[[Batch], float] | None = None
     ) -> None:
-        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages, speed)
+        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages)
         self._outcomes = outcomes
         self.recorded: Ended | None = None
 
@@ -166,18 +159,16 @@ class Rebuilt:
 
     Args:
       config, num_pages: other ones than the header's.
-      predictor, policy: must be given if the engine had custom ones, which a log does not hold.
       contents: of its requests, if they are known already.
-      outcomes, seconds, speed: see `ReplayExecutor`.
+      outcomes, seconds: see `ReplayExecutor`.
       logs: receive the decisions.
 
     Attributes:
-      predictor: before correction.
       requests: that have not ended, by id.
       orders: the number of the last sequence of each request's id and completion.
 
     Raises:
-      ValueError: a predictor or policy is missing, or the configuration contradicts the plan or the predictor.
+      ValueError: the configuration contradicts the plan or the predictor.
     """
 
     def __init__(
@@ -185,78 +176,67 @@ class Rebuilt:
         header: Header,
         config: EngineConfig | None = None,
         num_pages: int | None = None,
-        predictor: Predictor | None = None,
-        policy: Policy | None = None,
         contents: Contents | None = None,
         outcomes: Mapping[int, Outcome] | None = None,
         seconds: Callable[[Batch], float] | None = None,
         logs: Iterable[DecisionLog] = (),
-        speed: DeviceSpeed | None = None,
     ) -> None:
-        predictor = predictor or header.predictor
-        if predictor is None:
-            raise ValueError("predictor must be given: the recorded engine had a custom one, which a log does not hold")
-        if config is None:
-            config = header.config
-            if header.custom_policy is not None:
-                if policy is None:
-                    raise ValueError(
-                        f"policy must be given: the recorded engine had a custom one, {header.custom_policy}, which a "
-                        "log does not hold"
-                    )
-                config = dataclasses.replace(config, policy=policy)
-        self.predictor = predictor
-        self.policy_name = config.policy if isinstance(config.policy, str) else type(config.policy).__qualname__
-        check_predictor(predictor, config.token_budget)
-        plan, size = header.plan, config.page_size
-        self.num_pages = num_pages or header.num_pages
+        config, plan = config or header.config, header.plan
+        check_predictor(header.predictor, config.token_budget)
         self.contents = contents or Contents()
-        self._page_hash, self._sessions = RecordedHash(self.contents, size), RecordedSessions(self.contents, size)
-        self._maker = SequenceMaker(header.model, config, None, self._page_hash, self._sessions)
-        self._max_length = header.max_length
-        self._config, self._num_sequences = config, 0
-        self._header, self._logs = header, tuple(logs)
-        self._make_executor = functools.partial(ReplayExecutor, plan.stage, outcomes or {}, seconds, speed)
-        self._build()
-        self.orders: dict[tuple[str, int], int] = {}
-        self._names: dict[str, str] = {}  # of the last request of each recorded id
-
-    def _build(self) -> None:
-        """A core that knows nothing."""
-        header, plan = self._header, self._header.plan
+        page_hash = RecordedHash(self.contents, config.page_size)
+        sessions = RecordedSessions(self.contents, config.page_size)
         self.core, input_processor, _ = build_core(
             header.model,
-            self._config,
+            config,
             plan,
-            self.predictor,
-            self.num_pages,
+            header.predictor,
+            num_pages or header.num_pages,
             header.max_length,
             topology=header.topology,
             element_bytes=header.element_bytes,
         )
-        self.core.sessions = self._sessions
-        self.core.page_hash = self._page_hash if self._config.prefix_cache else None
-        self.executor = self._make_executor()
+        self.core.sessions = sessions
+        self.core.page_hash = page_hash if config.prefix_cache else None
+        self.executor = ReplayExecutor(plan.stage, outcomes or {}, seconds)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
-        self.requests = ActiveRequests(self.core, input_processor, self._maker, self.executor, note=self._note)
+        maker = SequenceMaker(header.model, config, None, page_hash, sessions)
+        self.requests = ActiveRequests(self.core, input_processor, maker, self.executor, note=self._note)
+        self._config, self._max_length, self._logs = config, header.max_length, tuple(logs)
+        self._num_sequences = 0
+        self.orders: dict[tuple[str, int], int] = {}
+        self._names: dict[str, str] = {}  # of the last request of each recorded id
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Begin anew, with what an engine knew.
-
-        Raises:
-          ValueError: the snapshot is of another engine.
-        """
-        self._build()
-        self.executor.now = snapshot.now
-        for batch in restore_snapshot(self.core, snapshot):
-            self._queue.submit(batch)
-
-    def arrive(self, arrived: Arrived) -> None:
-        """Let a request enter.
+    def apply(self, record: Record) -> list[Event]:
+        """Let happen what was recorded between steps; return the events of a cancel.
 
         Raises:
-          ValueError: it has not room in this engine.
+          ValueError: a request has not room in this engine.
         """
+        match record:
+            case Arrived():
+                self._arrive(record)
+            case Cancelled():
+                return self._cancel(record)
+            case Released():
+                self.core.leases.release(record.lease_id)
+            case LoadEnded():
+                self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
+            case Cleared():
+                self.core.pool.clear()
+        return []
+
+    def step(self, now: float) -> EndedStep | None:
+        """See `run_step`."""
+        return run_step(self.core, self._queue, now, self._logs)
+
+    def end(self, step: EndedStep) -> list[Event]:
+        """See `Core.end`."""
+        events = self.core.end(step.batch, step.results, step.finished, step.seconds)
+        self.requests.deliver(events)
+        return events
+
+    def _arrive(self, arrived: Arrived) -> None:
         if arrived.num_completions > self._config.max_running:
             raise ValueError(
                 f"max_running must be at least {arrived.num_completions} for request {arrived.request_id!r}, "
@@ -292,35 +272,7 @@ class Rebuilt:
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
             lease=arrived.lease,
-            shares_pages=arrived.shares_pages,
         )
-        self._enter(request, arrived, name)
-
-    def cancel(self, cancelled: Cancelled) -> list[Event]:
-        """End a request, if it has not ended."""
-        request = self.requests.get(self._names.get(cancelled.request_id, ""))
-        if request is None:
-            return []
-        events: list[Event] = []
-        request.deliver = lambda _, event: events.append(event)
-        self.requests.leave(request, cancelled.lease)
-        return events
-
-    def end_load(self, record: LoadEnded) -> None:
-        """End a load, if a sequence waits for it."""
-        self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
-
-    def step(self, now: float) -> EndedStep | None:
-        """See `run_step`."""
-        return run_step(self.core, self._queue, now, self._logs)
-
-    def end(self, step: EndedStep) -> list[Event]:
-        """See `Core.end`."""
-        events = self.core.end(step.batch, step.results, step.finished, step.seconds)
-        self.requests.deliver(events)
-        return events
-
-    def _enter(self, request: Request, arrived: Arrived, name: str) -> None:
         contents, first, keys = self.contents, self._num_sequences, split_keys(arrived.keys)
         page = arrived.partial_page
         contents.found[first] = None if page is None else PartialPage(*page)
@@ -330,6 +282,15 @@ class Rebuilt:
         tokens[0] = first
         prepared = PreparedRequest(request, tokens, keys, b"")
         self.requests.repeat(prepared, name, arrived.now, arrived.available)
+
+    def _cancel(self, cancelled: Cancelled) -> list[Event]:
+        request = self.requests.get(self._names.get(cancelled.request_id, ""))
+        if request is None:
+            return []
+        events: list[Event] = []
+        request.deliver = lambda _, event: events.append(event)
+        self.requests.leave(request, cancelled.lease)
+        return events
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence]) -> None:
         """Number sequences that are about to be added to the core."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longctx.serving.validation import check_bool, check_real
+from longctx.models.validation import check_bool, check_real
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from longctx.simulation.instance.tokenless import make_sequence
 from longctx.simulation.instance.virtual_executor import DeviceSpeed, TokenlessExecutor
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier
 from longctx.simulation.record import Totals
-from longctx.simulation.server import OnEnd
+from longctx.simulation.run import OnEnd
 from longctx.simulation.workloads import WorkloadRequest
 
 

@@ -196,10 +196,9 @@ class RepeatedSteps:
             place = slot % self._stage
             gaps = tuple(end - at for at in last[place])
             last[place], tick = [end] * len(gaps), float(self._ticks[slot])
-            number, samples, keys = self._origin + slot, len(gaps), int(self._keys[slot])
             alone = (float(self._seconds[slot]),)
-            step = StepMetrics(number, end, seconds, True, tick, samples, (), rows[place], (), samples, keys, alone)
-            steps.append(step._replace(gaps=gaps))
+            step = StepMetrics(self._origin + slot, end, seconds, True, tick, len(gaps), (), rows[place])
+            steps.append(step._replace(rank_seconds=alone, gaps=gaps))
 
 
 def _sliding_max(values: np.ndarray, size: int) -> np.ndarray:

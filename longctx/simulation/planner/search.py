@@ -7,12 +7,12 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.models.config import LlamaConfig
+from longctx.models.validation import check_integer, check_real
 from longctx.parallel.device_tables import Link
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_integer, check_real
 from longctx.simulation import utilization
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.planner.prompt import Prompt, PromptPredictor

@@ -103,6 +103,38 @@ def draw_deployment(record: Record, traces: List[StageTrace]) -> "Figure":
     return figure
 
 
+def draw_cluster(record: Record, ttft: float, tpot: float) -> "Figure":
+    """Draw TTFT and time between tokens beside their SLOs, in seconds; loads of the pools; and predicted TTFTs."""
+    figure, _ = drawing(0, 10, 6.8)
+    axes = list(figure.subplots(2, 2).flat)
+    tpots = [each.tpot for each in record.served if each.tpot is not None]
+    tbts = [each.tbt for each in record.placed if each.tbt is not None]
+    for values, panel, label in (
+        ([each.ttft for each in record.served], axes[0], None),
+        (tpots, axes[1], "mean of a request"),
+        (tbts, axes[1], "mean of its longest tenth"),
+    ):
+        if values:
+            panel.ecdf(values, label=label)
+    for panel, slo, title in ((axes[0], ttft, "TTFT"), (axes[1], tpot, "Time between tokens")):
+        panel.axvline(slo, color="grey", linewidth=1, linestyle=":")
+        panel.set(title=title, xlabel="seconds", ylabel="share of requests")
+    axes[1].legend()
+    points = thinned(record.loads)
+    for name in ("prefill", "decode"):
+        axes[2].plot([each.at for each in points], [getattr(each, name) for each in points], label=name)
+    axes[2].axhline(1.0, color="grey", linewidth=1, linestyle=":")
+    axes[2].set(title="Load of the pools", xlabel="seconds", ylabel="predicted over SLO")
+    axes[2].legend()
+    predicted = [each.assignment.ttft for each in record.placed]
+    axes[3].plot([each.ttft for each in record.served], predicted, ".", markersize=2, rasterized=len(predicted) > 2000)
+    if predicted:
+        most = max(*predicted, *(each.ttft for each in record.served))
+        axes[3].plot([0, most], [0, most], color="grey", linewidth=1)
+    axes[3].set(title="TTFT as predicted", xlabel="seconds", ylabel="seconds, predicted")
+    return figure
+
+
 def draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
     """Draw median (lines) and P99 (dashes) of TTFT and TPOT, and the share in time, over the last numeric name swept.
 

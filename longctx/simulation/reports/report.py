@@ -1,6 +1,7 @@
-"""Summaries, tables and plain data of what was served, by an engine or by a simulated deployment."""
+"""Summaries, tables and plain data of what was served, by an engine or in virtual time."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation import utilization
 from longctx.simulation.capacity import in_time, latency
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.record import Record
 
 PERCENTILES = (50, 90, 99)
@@ -40,19 +41,24 @@ def summarize(record: Record) -> dict[str, Any]:
     }
 
 
-def summarize_deployment(record: Record, deployment: Deployment) -> dict[str, Any]:
-    """Summarize what a deployment did, as plain data: `summarize`, and further keys.
+def summarize_deployment(record: Record, deployment: Deployment | ClusterDeployment) -> dict[str, Any]:
+    """Summarize a run in virtual time as plain data: `summarize`, and further keys.
 
     `ttft`: of requests too that had not ended when the window closed; one without a first token counts with the seconds
     that it has waited. `e2e`: percentiles of seconds from when a request was due to its last token. `in_time`: share of
     requests that kept all they were promised; open ones whose first token was late, or is overdue, did not. `open`:
     requests that had not ended. `usage`: of the devices, see `usage`.
+
+    Of a cluster also: `tbt`: percentiles of the mean of the longest tenth of a request's gaps. `goodput`: requests that
+    completed within both SLOs, and their share of all that came. `rejected`: how many, by stage and by what forbade
+    them. `predicted_ttft`: percentiles of what was predicted, and the error of the mean. `loads`: mean and largest of
+    both pools. `moved`: bytes and seconds waited for, by kind.
     """
     kept = [in_time(served) for served in record.served]
     waited = [record.seconds - each.due if each.ttft is None else each.ttft for each in record.open]
     deadlines = [each.metrics.ttft_deadline for each in record.open]
     late = [False for ttft, most in zip(waited, deadlines, strict=True) if most is not None and ttft > most]
-    return summarize(record) | {
+    summary = summarize(record) | {
         "prediction_error": None,  # a batch takes what is predicted, by construction
         "e2e": percentiles([value for served in record.served if (value := latency(served, "e2e")) is not None]),
         "ttft": percentiles([*(served.ttft for served in record.served), *waited]),
@@ -60,9 +66,49 @@ def summarize_deployment(record: Record, deployment: Deployment) -> dict[str, An
         "open": len(record.open),
         "usage": usage(record, deployment),
     }
+    if isinstance(deployment, ClusterDeployment):
+        summary |= _conducted(record, deployment.config.ttft, deployment.config.tpot)
+    return summary
 
 
-def usage(record: Record, deployment: Deployment) -> dict[str, float]:
+def _conducted(record: Record, ttft: float, tpot: float) -> dict[str, Any]:
+    """Summarize what a conductor decided, with the SLOs in seconds."""
+    came = len(record.served) + len(record.rejected) + len(record.open)
+    good = len(record.goodput(ttft, tpot))
+    predicted = [each.assignment.ttft for each in record.placed]
+    real = float(np.mean([each.ttft for each in record.served])) if record.served else 0.0
+    moved = {kind: [each for each in record.moved if each.kind == kind] for kind in ("prefix", "pages")}
+    return {
+        "mean_ttft": real,
+        "tbt": percentiles([each.tbt for each in record.placed if each.tbt is not None]),
+        "goodput": {"requests": good, "share": good / max(1, came), "per_second": good / max(record.seconds, 1e-9)},
+        "rejected": {
+            "requests": len(record.rejected),
+            "stages": dict(Counter(each.stage for each in record.rejected)),
+            "bounds": dict(Counter(each.bound for each in record.rejected)),
+        },
+        "deferred": record.num_deferred,
+        "reassigned": record.num_reassigned,
+        "predicted_ttft": percentiles(predicted),
+        "predicted_ttft_error": float(np.mean(predicted)) / real - 1 if real else None,
+        "loads": {
+            name: {"mean": float(np.mean(values)), "most": max(values)}
+            for name in ("prefill", "decode")
+            if (values := [getattr(each, name) for each in record.loads])
+        },
+        "moved": {
+            kind: {
+                "count": len(own),
+                "bytes": sum(each.num_bytes for each in own),
+                "exposed": float(np.mean([each.exposed for each in own])),
+            }
+            for kind, own in moved.items()
+            if own
+        },
+    }
+
+
+def usage(record: Record, deployment: Deployment | ClusterDeployment) -> dict[str, float]:
     """Compute the utilisation of the devices.
 
     `devices`: of all instances. `gpu_seconds`: of all devices, busy or not. `busy`: share of the seconds in which
@@ -81,9 +127,7 @@ def usage(record: Record, deployment: Deployment) -> dict[str, float]:
     found["busy"] = busy
     found["mfu"] = utilization.mfu(model, totals, device, devices, seconds)
     # All bytes over the bandwidth of all devices.
-    found["mbu"] = utilization.mbu(
-        model, totals, device, plan, seconds * deployment.instances, deployment.config.kv_dtype
-    )
+    found["mbu"] = utilization.mbu(model, totals, device, plan, seconds * deployment.num_instances, deployment.kv_dtype)
     return found | {"busy_mfu": found["mfu"] / busy, "busy_mbu": found["mbu"] / busy}
 
 
@@ -126,7 +170,7 @@ def percentiles(values: List[float]) -> dict[str, float] | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Format a summary as a table."""
+    """Format what `summarize` or `summarize_deployment` returned as a table."""
     prompt, cached = summary["prompt_tokens"], summary["cached_tokens"]
     rows = [
         ("requests", f"{summary['requests']:,} in {summary['seconds']:.2f} s"),
@@ -135,10 +179,7 @@ def table(summary: dict[str, Any]) -> str:
         ("output tokens/s", f"{summary['output_tokens_per_second']:,.1f}"),
         ("all tokens/s", f"{summary['tokens_per_second']:,.1f}"),
     ]
-    for name in ("ttft", "tpot"):
-        found = summary[name]
-        shown = "-" if found is None else "  ".join(f"{p} {1e3 * value:,.1f} ms" for p, value in found.items())
-        rows.append((name.upper(), shown))
+    rows += [(name.upper(), _milliseconds(summary[name])) for name in ("ttft", "tpot")]
     kept = [f"{summary[key]:.1%} {name}" for key, name in PROMISES if summary[key] is not None]
     rows.append(("promises", ", ".join(kept) or "-"))
     if summary["idle_share"] is not None:
@@ -153,18 +194,18 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(("engine", "  ".join(f"{engine[name]:,} {name.replace('_', ' ')}" for name in counts)))
     if summary["failed"]:
         rows.insert(1, ("failed requests", f"{summary['failed']:,}"))
+    if "usage" in summary:
+        rows += _simulated_rows(summary)
+    if "goodput" in summary:
+        rows += _conducted_rows(summary)
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
 
-def deployment_table(summary: dict[str, Any]) -> str:
-    """Format a summary of a deployment as a table."""
-    used = summary["usage"]
+def _simulated_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    used, ends = summary["usage"], summary["e2e"]
     rows = [
-        (
-            "end to end",
-            "-" if summary["e2e"] is None else "  ".join(f"{p} {x:,.2f} s" for p, x in summary["e2e"].items()),
-        ),
+        ("end to end", "-" if ends is None else "  ".join(f"{p} {x:,.2f} s" for p, x in ends.items())),
         ("SLO", "-" if summary["in_time"] is None else f"{summary['in_time']:.1%} of requests kept all promises"),
         ("devices", f"{used['devices']:,}, busy {used['busy']:.1%}; {used['gpu_seconds']:,.0f} GPU-seconds"),
         ("MFU", f"{used['mfu']:.1%}, while busy {used['busy_mfu']:.1%}"),
@@ -172,19 +213,49 @@ def deployment_table(summary: dict[str, Any]) -> str:
     ]
     if summary["open"]:
         rows.insert(0, ("open requests", f"{summary['open']:,} had not ended when the window closed"))
-    width = max(len(line.partition("  ")[0]) for line in table(summary).splitlines()) + 2
-    return "\n".join([table(summary), *(f"{name:<{max(width, 17)}}{value}" for name, value in rows)])
+    return rows
+
+
+def _conducted_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    good, rejected, error = summary["goodput"], summary["rejected"], summary["predicted_ttft_error"]
+    off = "" if error is None else f", mean off by {error:+.1%}"
+    rows = [
+        ("TBT", f"{_milliseconds(summary['tbt'])}, of the longest tenth of gaps"),
+        (
+            "goodput",
+            f"{good['requests']:,} ({good['share']:.1%}) completed within the SLOs, {good['per_second']:.2f}/s",
+        ),
+        ("rejected", f"{rejected['requests']:,}" + "".join(f", {n:,} by {x}" for x, n in rejected["bounds"].items())),
+        ("TTFT predicted", _milliseconds(summary["predicted_ttft"]) + off),
+    ]
+    if summary["loads"]:
+        shown = (f"{name} {x['mean']:.2f}, at most {x['most']:.2f}" for name, x in summary["loads"].items())
+        rows.append(("load", "; ".join(shown)))
+    for kind, moved in summary["moved"].items():
+        waited = f"waited for {1e3 * moved['exposed']:.2f} ms on average"
+        rows.append((f"moved {kind}", f"{moved['count']:,}, {moved['bytes'] / 1e9:,.1f} GB, {waited}"))
+    return rows + [(name, f"{summary[name]:,}") for name in ("deferred", "reassigned") if summary[name]]
+
+
+def _milliseconds(found: dict[str, float] | None) -> str:
+    return "-" if found is None else "  ".join(f"{name} {1e3 * value:,.1f} ms" for name, value in found.items())
 
 
 def details(record: Record) -> dict[str, Any]:
-    """Plain data of every request and step, and of running and waiting requests after each step; times in seconds."""
-    requests = [
+    """Plain data of all that a record has: requests, steps, running and waiting requests after each of them.
+
+    Of a cluster also rejections, transfers, loads and changes of roles, and where each request was served. Times are
+    seconds.
+    """
+    requests: list[dict[str, Any]] = [
         {
+            "number": served.number,
             "due": served.due,
             "ttft": served.ttft,
             "tpot": served.tpot,
             "prompt_tokens": served.metrics.prompt_tokens,
             "cached_tokens": served.metrics.cached_tokens,
+            "loaded_tokens": served.metrics.loaded_tokens,
             "output_tokens": served.metrics.output_tokens,
             "preemptions": served.metrics.preemptions,
             "ttft_deadline": served.metrics.ttft_deadline,
@@ -194,6 +265,14 @@ def details(record: Record) -> dict[str, Any]:
         }
         for served in record.served
     ]
+    for request, placed in zip(requests, record.placed, strict=False):
+        assignment, transfer = placed.assignment._asdict(), placed.assignment.transfer
+        assignment["transfer"] = None if transfer is None else transfer._asdict()
+        request |= {"tbt": placed.tbt, "assigned": placed.num_assigned, "assignment": assignment}
     seconds, running, waiting = ([row[i] for row in record.timeline] for i in range(3))
-    timeline = {"seconds": seconds, "running": running, "waiting": waiting}
-    return {"requests": requests, "timeline": timeline, "steps": [step._asdict() for step in record.steps]}
+    return {
+        "requests": requests,
+        "open": [{"number": each.number, "due": each.due, "ttft": each.ttft} for each in record.open],
+        "timeline": {"seconds": seconds, "running": running, "waiting": waiting},
+        "steps": [step._asdict() for step in record.steps],
+    } | {name: [each._asdict() for each in getattr(record, name)] for name in ("rejected", "moved", "loads", "roles")}

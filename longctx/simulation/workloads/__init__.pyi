@@ -1,5 +1,4 @@
 from .arrivals import arrive_at_rate as arrive_at_rate
-from .arrivals import arrive_like as arrive_like
 from .arrivals import closed_loop as closed_loop
 from .arrivals import jitter_arrivals as jitter_arrivals
 from .lengths import Lengths as Lengths
@@ -9,12 +8,10 @@ from .mixes import MIXES as MIXES
 from .mixes import Mix as Mix
 from .mixes import make_conversations as make_conversations
 from .mixes import make_mix as make_mix
-from .mixes import mix_requests as mix_requests
 from .readers import read_workload as read_workload
 from .request import MAX_ARRIVAL as MAX_ARRIVAL
 from .request import TRACE_BLOCK as TRACE_BLOCK
 from .request import WorkloadRequest as WorkloadRequest
 from .request import check_arrivals as check_arrivals
-from .request import check_followers as check_followers
 from .request import keep_requests as keep_requests
 from .request import scale_lengths as scale_lengths

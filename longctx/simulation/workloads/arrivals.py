@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from longctx.serving.validation import check_integer, check_real, shown
+from longctx.models.validation import check_integer, check_real, shown
 from longctx.simulation.workloads.request import MAX_ARRIVAL, WorkloadRequest
 
 MAX_RATE = 1e9  # requests a second
@@ -41,44 +41,6 @@ def arrive_at_rate(requests: List[WorkloadRequest], rate: float, seed: int = 0) 
     else:
         _check_rate(rate)
         times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(first))).tolist()
-    return _with_times(requests, times)
-
-
-def arrive_like(
-    requests: List[WorkloadRequest], trace: List[WorkloadRequest], rate: float | None = None
-) -> list[WorkloadRequest]:
-    """Give requests the arrival times of a trace's first requests, one after the other.
-
-    Args:
-      requests: who come.
-      trace: whose arrivals they get.
-      rate: requests a second on average, to which the times are stretched; None: as they are.
-
-    Returns:
-      The requests, with an `arrival` in seconds, sorted by it.
-
-    Raises:
-      TypeError, ValueError: the trace has fewer requests, the rate is not positive, or all of the trace's come at once.
-
-    Examples:
-      >>> from longctx.simulation.workloads import WorkloadRequest, arrive_like
-      >>> trace = [WorkloadRequest(arrival, 100, 10) for arrival in (5.0, 6.0, 9.0)]
-      >>> mine = [WorkloadRequest(0.0, 4000, 20, number=number) for number in range(3)]
-      >>> [request.arrival for request in arrive_like(mine, trace)]
-      [5.0, 6.0, 9.0]
-      >>> [request.arrival for request in arrive_like(mine, trace, rate=1.0)]  # bursts stay bursts
-      [0.0, 0.5, 2.0]
-    """
-    num_first = sum(request.after is None for request in requests)
-    times = sorted(request.arrival for request in trace if request.after is None)[:num_first]
-    if len(times) < num_first:
-        raise ValueError(f"trace must have arrivals for {num_first} requests, got {len(times)}")
-    if rate is not None and times:
-        span = times[-1] - times[0]
-        if span <= 0:
-            raise ValueError("trace must have arrivals at different times to be stretched to a rate")
-        factor = (len(times) - 1) / (span * _check_rate(rate))
-        times = [(time - times[0]) * factor for time in times]
     return _with_times(requests, times)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.annotations import Real
-from longctx.serving.validation import MAX_INT32, check_integer, check_real
+from longctx.models.validation import MAX_INT32, check_integer, check_real
 from longctx.simulation.workloads.request import WorkloadRequest
 
 

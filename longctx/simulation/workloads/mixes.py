@@ -1,12 +1,10 @@
 """Workloads that need no file: mixes of short and long requests, and conversations."""
 
-import dataclasses
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_real
+from longctx.models.validation import MAX_INT32, check_integer
 from longctx.simulation.workloads.lengths import Lengths, Quantiles
 from longctx.simulation.workloads.request import TRACE_BLOCK, WorkloadRequest
 
@@ -114,47 +112,6 @@ def make_mix(name: str, num_requests: int, seed: int = 0) -> list[WorkloadReques
     if name not in MIXES:
         raise ValueError(f"mix must be one of {', '.join(MIXES)}, got {name!r}")
     return MIXES[name].draw(check_integer("num_requests", num_requests, 1), seed)
-
-
-def mix_requests(
-    short: List[WorkloadRequest], long: List[WorkloadRequest], long_share: float, num_requests: int, seed: int = 0
-) -> list[WorkloadRequest]:
-    """Draw requests, each with a probability of `long_share` from `long`, else from `short`; all arrive at 0.
-
-    Args:
-      short, long: requests to draw from, such as of two traces.
-      long_share: probability of a request of `long`, 0 to 1.
-      num_requests: how many to draw.
-      seed: of what is drawn.
-
-    Returns:
-      The requests, numbered from 0.
-
-    Raises:
-      TypeError, ValueError: the share is not 0 to 1, or a list that is drawn from is empty or has follow-ups.
-
-    Examples:
-      >>> from longctx.simulation.workloads import WorkloadRequest, mix_requests
-      >>> chats, books = [WorkloadRequest(0.0, 500, 50)], [WorkloadRequest(0.0, 500_000, 50)]
-      >>> [request.prompt_tokens for request in mix_requests(chats, books, long_share=0.3, num_requests=6)]
-      [500, 500000, 500000, 500000, 500, 500]
-    """
-    check_real("long_share", long_share, 0, 1)
-    check_integer("num_requests", num_requests, 1)
-    if (long_share < 1 and not short) or (long_share > 0 and not long):
-        raise ValueError("short and long must have requests to draw from")
-    if any(request.after is not None for request in (*short, *long)):
-        raise ValueError("short and long must have no follow-ups")
-    rng = np.random.default_rng(seed)
-    is_long = rng.uniform(size=num_requests) < long_share
-    places = rng.uniform(size=num_requests)
-    return [
-        dataclasses.replace(source[int(place * len(source))], arrival=0.0, number=number)
-        for number, (place, source) in enumerate(
-            (place, long if from_long else short)
-            for place, from_long in zip(places.tolist(), is_long.tolist(), strict=True)
-        )
-    ]
 
 
 def make_conversations(

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.serving.validation import check_text
 from longctx.simulation.workloads.request import MAX_ARRIVAL, TRACE_BLOCK, WorkloadRequest
 
 _MAX_BLOCK = (1 << 64) - 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text
+from longctx.models.validation import MAX_INT32, check_integer, check_real
+from longctx.serving.validation import check_text
 
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 """Tokens of a trace's block, for which it has one hash id.
@@ -129,7 +130,7 @@ class WorkloadRequest:
 
 
 def check_arrivals(requests: List[WorkloadRequest]) -> None:
-    """Check the order of requests, as a simulation needs it.
+    """Check the order of requests, as simulations and replays need it.
 
     Args:
       requests: to check.
@@ -156,32 +157,6 @@ def check_arrivals(requests: List[WorkloadRequest]) -> None:
         if follows and request.number in numbers:
             raise ValueError(f"requests[{order}] must have a number of its own, got {request.number} again")
         numbers.add(request.number)
-
-
-def check_followers(requests: List[WorkloadRequest]) -> None:
-    """Check who follows whom.
-
-    Args:
-      requests: to check.
-
-    Raises:
-      ValueError: numbers repeat, or a request follows one that is not in the workload.
-
-    Examples:
-      >>> from longctx.simulation.workloads import WorkloadRequest, check_followers
-      >>> check_followers([WorkloadRequest(0.0, 100, 10, number=4, after=3)])
-      Traceback (most recent call last):
-          ...
-      ValueError: request 4 follows request 3, which is not in the workload
-    """
-    numbers = {request.number for request in requests}
-    if all(request.after is None for request in requests):
-        return
-    if len(numbers) < len(requests):
-        raise ValueError("requests must have numbers of their own where some follow others")
-    for request in requests:
-        if request.after is not None and request.after not in numbers:
-            raise ValueError(f"request {request.number} follows request {request.after}, which is not in the workload")
 
 
 def keep_requests(requests: List[WorkloadRequest], keep: Callable[[WorkloadRequest], bool]) -> list[WorkloadRequest]:
@@ -239,7 +214,6 @@ def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[Worklo
       >>> [request.prompt_tokens for request in scale_lengths(requests, 0.01)]  # for a small model
       [24, 34, 20]
     """
-
     check_real("factor", factor, 0, MAX_FACTOR)
 
     def scaled(length: int) -> int:

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.state import PendingBlocks
 from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import Corrected, RuntimePredictor, Work
-from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.serving.predictor.runtime import Program
+from longctx.serving.predictor.roofline import roofline
 
 LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
-A100_TP8 = roofline(LLAMA_70B, GPUS["A100"], 8192, tensor=8)
-MEASURED = RuntimePredictor(
-    tuple(Program(rows, 1e-2 + 1e-4 * rows, (1, 8), (1e-8, 1e-7), 1e-5) for rows in (8, 64, 512))
-)
+A100_TP8 = roofline(LLAMA_70B, Topology.preset("a100-nvlink"), 8192, tensor=8)
+MEASURED = RuntimePredictor.of_rows({rows: 1e-2 + 1e-4 * rows for rows in (8, 64, 512)}, (1, 8), (1e-8, 1e-7), 1e-5)
 
 
 @pytest.mark.parametrize("predictor", [A100_TP8, MEASURED, Corrected(MEASURED)])

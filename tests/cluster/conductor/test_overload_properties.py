@@ -42,7 +42,7 @@ def _state(conductor: Conductor, now: float) -> tuple[object, ...]:
 
 
 @given(_EVENTS, st.sampled_from(ADMISSIONS), st.sampled_from([None, 2.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_course_of_events(events: list[tuple], admission: str, decode_seconds: float | None) -> None:
     conductor = cluster(
         instance("p"), instance("q"), instance("d", "decode", max_running=3), instance("e", "decode", max_running=3),

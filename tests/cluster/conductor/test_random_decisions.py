@@ -251,5 +251,5 @@ class RandomCluster(RuleBasedStateMachine):
         assert len(self.conductor.state.pending) == 0
 
 
-RandomCluster.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+RandomCluster.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
 TestRandomCluster = RandomCluster.TestCase

@@ -40,19 +40,19 @@ def take(payload: bytes) -> None:
         update_index(PrefixIndex(), "a", decode(payload), 1000)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=4), VALUES)
 def test_any_events_are_taken_or_malformed(events: list[object], rank: object) -> None:
     take(msgspec.msgpack.encode([1.0, events, rank]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_taken_or_malformed(payload: bytes) -> None:
     take(payload)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
 def test_real_messages_with_wrong_bytes_are_taken_or_malformed(changes: list[tuple[int, int]], is_cut: bool) -> None:
     payload = bytearray(REAL)

@@ -90,7 +90,7 @@ def test_what_a_publisher_no_longer_keeps_is_unknown(read: Read, monkeypatch: py
     chain = keys(1, 40)
     for key in chain:
         instance.publish(stored([key]))
-    wait_for(lambda: instance.publisher._queue.empty())
+    time.sleep(0.2)  # all are published, which only who reads from now on can tell
     read.reader.add("a", *instance.endpoints)
     wait_for(lambda: set(read.index.keys("a", "device").tolist()) == set(chain[30:]))
     state = read.reader.publishers["a"]
@@ -104,11 +104,10 @@ def test_missed_messages_are_asked_for(read: Read, monkeypatch: pytest.MonkeyPat
     instance = read.instance()
     read.reader.add("a", *instance.endpoints)
     wait_for(lambda: read.agrees("a", instance))
-    chain = keys(2, 3000)
+    chain = keys(2, 1000)
     for key in chain:
         instance.publish(stored([key] * 1))
     instance.publish(removed(chain[:100]))
-    wait_for(lambda: instance.publisher._queue.empty())
     # A last message shows what is missing.
     wait_for(lambda: instance.publish(stored(chain[:1])) or time.sleep(0.02) or read.agrees("a", instance))
     assert read.reader.publishers["a"].restarts == 0

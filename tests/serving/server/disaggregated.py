@@ -15,6 +15,7 @@ from longctx.models.builtin import TINY
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
+from longctx.serving.server.relay import EventLine, decode_events
 from longctx.serving.server.settings import ApiKey, ServerSettings
 
 NAME = "tiny"
@@ -41,8 +42,7 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
 
 
 def make_transfers(engine: Engine, **options: Any) -> EngineTransfers:
-    names = "peers", "role", "prefill_from", "prefill_key", "inline_tokens"
-    own = {name: options.pop(name) for name in names if name in options}
+    own = {name: options.pop(name) for name in ("peers", "role") if name in options}
     return EngineTransfers(EngineMessenger(engine, **options), **own)
 
 
@@ -107,10 +107,30 @@ def streamed(server: Served, sent: dict[str, Any]) -> list[dict[str, Any]]:
     return choices
 
 
+def resumed(
+    prompt: list[int], url: str | None, prefix: dict[str, Any] | None = None, **sampling: Any
+) -> dict[str, Any]:
+    """What a router sends to the server that decodes: another one reads the prompt, or has its prefix."""
+    sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True} | sampling
+    sent = {"request": {"prompt": prompt, "sampling": sampling}}
+    return sent if url is None and prefix is None else sent | {"prefill": {"url": url, "prefix": prefix}}
+
+
+def resume(server: Served, sent: dict[str, Any], **headers: str) -> list[EventLine]:
+    """The events with which a server answers."""
+    answer = httpx.post(f"{server.url}/resume", json=sent, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [event for line in answer.content.splitlines() if line for event in decode_events(line)]
+
+
+def tokens_of(events: list[EventLine], index: int = 0) -> list[int]:
+    return [token for event in events if event.index == index for token in event.token_ids]
+
+
 def release_leases(server: Served) -> None:
     """Give up all leases that nobody has asked for, as time would."""
     pages = server.server.engine.pages
-    for lease in [*server.server.engine.core.leases._leases]:
+    for lease in server.server.engine.core.leases.over():
         pages.release(lease)
 
 
@@ -126,7 +146,7 @@ def _is_empty(server: Served) -> None:
     server.wait_idle()
     server.wait_until("no fetch is left", lambda: not transfers.receiver.num_fetches)
     server.wait_until("no stream is left", lambda: not transfers.sender.num_streams)
-    executor: Any = engine._executor
+    executor: Any = engine.executor
     assert {*executor.sources} <= {TIERS}
 
 

@@ -69,7 +69,7 @@ class Served:
 
     @property
     def executor(self) -> HeldExecutor:
-        executor: Any = self.server.engine._executor
+        executor: Any = self.server.engine.executor
         return executor
 
     def http_loop(self) -> asyncio.AbstractEventLoop:

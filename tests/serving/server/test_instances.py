@@ -1,20 +1,36 @@
 """Instances of a cluster: they begin and go on with requests of a router, which says who reads and who has what."""
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from disaggregated import body, instance, make_engine, nothing_is_left, post, transfers_of
+from cluster.link_proxy import LinkProxy
+from disaggregated import (
+    body,
+    instance,
+    make_engine,
+    nothing_is_left,
+    post,
+    resume,
+    resumed,
+    tokens_of,
+    transfers_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from serve_process import free_port
 from served import Served
 
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.kv_events import block_hash
-from longctx.serving.server.relay import EventLine, decode_events
+from longctx.serving.server.relay import split_lines
 from longctx.serving.server.settings import ApiKey
 
 PAGE = 16
@@ -31,7 +47,7 @@ def all_ends(trio: list[Served]) -> Iterator[None]:
     yield
     nothing_is_left(*trio)
     for each in trio:
-        each.wait_until("all reading has ended", lambda each=each: not transfers_of(each).dispatcher.num_requests)
+        each.wait_until("all reading has ended", lambda each=each: not transfers_of(each).prefills.num_requests)
 
 
 def prompt_of(seed: int, num_tokens: int = 700) -> list[int]:
@@ -39,19 +55,8 @@ def prompt_of(seed: int, num_tokens: int = 700) -> list[int]:
 
 
 def request_of(prompt: list[int], **sampling: Any) -> dict[str, Any]:
-    params = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True} | sampling
-    return {"prompt": prompt, "sampling": params}
-
-
-def resume(server: Served, sent: dict[str, Any], **headers: str) -> list[EventLine]:
-    """The events with which a server answers."""
-    answer = httpx.post(f"{server.url}/resume", json=sent, headers=headers, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return [event for line in answer.content.splitlines() if line for event in decode_events(line)]
-
-
-def tokens_of(events: list[EventLine], index: int = 0) -> list[int]:
-    return [token for event in events if event.index == index for token in event.token_ids]
+    request: dict[str, Any] = resumed(prompt, None, **sampling)["request"]
+    return request
 
 
 def alone(server: Served, prompt: list[int], **sampling: Any) -> list[list[int]]:
@@ -67,7 +72,7 @@ def computed(*servers: Served) -> list[int]:
 
 def loaded(server: Served) -> int:
     """Pages that a server has fetched."""
-    pages: int = server.server.engine._executor.mover.stats.loaded_pages
+    pages: int = server.server.engine.executor.mover.stats.loaded_pages
     return pages
 
 
@@ -148,7 +153,7 @@ def test_a_holder_that_has_dropped_its_pages_computes_none(trio: list[Served]) -
     after = computed(p, holder)
     assert (after[0] - before[0], after[1] - before[1]) == (700, 0)
     assert [tokens_of(got)] == alone(holder, prompt_of(35))
-    assert transfers_of(p).dispatcher.named_answers["failed"] == 1
+    assert transfers_of(p).prefills.answers["failed"] == 1
 
 
 def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
@@ -167,6 +172,52 @@ def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
     finally:
         other.server.is_draining = False
     assert [tokens_of(events)] == alone(other, prompt_of(43))
+
+
+@pytest.mark.parametrize("what", ["requests", "pages"])
+def test_a_link_that_is_cut_costs_time_only(trio: list[Served], what: str) -> None:
+    p, d, other = trio
+    prompt = prompt_of(44 if what == "pages" else 45, 1600)
+    stats, port = d.server.engine.executor.mover.stats, transfers_of(p).port
+    before, short = stats.loaded_bytes, stats.short_loads
+    with LinkProxy(f"127.0.0.1:{p.port if what == 'requests' else port}") as link:
+        if what == "pages":
+            transfers_of(p).port = int(link.address.rpartition(":")[2])  # what it tells others
+        url = f"http://{link.address}" if what == "requests" else p.url.replace("127.0.0.1", "localhost")
+        link.bytes_per_second = 1e6
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(resume, d, resumed(prompt, url))
+            d.wait_until("pages come", lambda: stats.loaded_bytes > before, 30)
+            link.cut()
+            assert [tokens_of(answer.result())] == alone(other, prompt)
+    transfers_of(p).port = port
+    assert stats.short_loads == short + 1
+
+
+def test_a_client_that_goes_away_ends_the_reading(trio: list[Served]) -> None:
+    p, d = trio[:2]
+    (before,), cancelled = computed(p), transfers_of(d).prefills.answers["cancelled"]
+    with httpx.stream("POST", f"{d.url}/resume", json=resumed(prompt_of(46, 3900), p.url), timeout=60):
+        d.wait_until("it is read", lambda: p.server.engine.stats().running)
+    d.wait_until("it is read no more", lambda: transfers_of(d).prefills.answers["cancelled"] > cancelled)
+    nothing_is_left(p, d)
+    assert computed(p)[0] - before < 3900
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_pages_come_to_host_memory_before_a_request_enters_the_engine(trio: list[Served], has_room: bool) -> None:
+    """Mooncake, section 3, steps 3 and 4. `tests/serving/test_engine_thread.py` has when a slot is taken."""
+    p, _, other = trio
+    page_bytes = other.server.engine.page_identity[0].page_bytes
+    tiers = TierConfig((200 if has_room else 43) * page_bytes)  # half of it may be kept for some
+    with instance(make_engine(tiers=tiers)) as d:
+        prompt, store = prompt_of(47 + has_room), d.server.engine.pages.store
+        assert [tokens_of(resume(d, resumed(prompt, p.url)))] == alone(other, prompt)
+        assert store is not None
+        assert store.stats.host.hits == (688 // PAGE if has_room else 0)
+        assert d.server.engine.pages.recomputed == {"tiers": 0, "transfers": 0}
+        assert computed(d) == [700 - 688]
+        nothing_is_left(d)
 
 
 def test_hosts_that_are_no_peers_are_not_asked(trio: list[Served]) -> None:
@@ -255,3 +306,38 @@ def test_cold_blocks_leave(trio: list[Served]) -> None:
     usage = post(server, body(prompt)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 10 * PAGE
     assert httpx.post(f"{server.url}/kv_swap", json=swap | {"tier": "tape"}).status_code == 400
+
+
+@given(st.lists(st.text(st.sampled_from("ab\u2028\u2029\x85\r\v"), min_size=1)), st.integers(1, 7))
+def test_only_line_feeds_end_lines(lines: list[str], size: int) -> None:
+    sent = "".join(f"{line}\n\n" for line in lines).encode()
+
+    async def parts() -> Any:
+        for i in range(0, len(sent), size):
+            yield sent[i : i + size]
+
+    async def received() -> list[str]:
+        return [line.decode() async for line in split_lines(parts())]
+
+    assert asyncio.run(received()) == lines
+
+
+def resume_body(lease: str | None = None, **more: Any) -> dict[str, Any]:
+    handoff = {"seed": 1, "completions": [{"lease": lease, "length": 0, "tokens": [5]}]}
+    params = {"remote_host": "127.0.0.1", "remote_port": 9, "handoff": handoff}
+    return {"request": {"prompt": [1, 2, 3]}, "kv_transfer_params": params} | more
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        resume_body(request={"prompt": [1, 2, 3], "sampling": {"top_k": 2**31}}),
+        resume_body(request={"prompt": [10**9]}),
+        resume_body(request={"prompt": []}),
+        resume_body(kv_transfer_params={"handoff": {}}),
+        resume_body(lease="0" * 32),  # no fingerprint
+    ],
+)
+def test_bad_requests_are_not_resumed(trio: list[Served], body: dict[str, Any]) -> None:
+    assert httpx.post(f"{trio[0].url}/resume", json=body, timeout=20).status_code in (400, 409)

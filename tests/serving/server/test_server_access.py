@@ -1,7 +1,6 @@
 """Who may do what: keys, administrators, other web pages; and how much anybody may send."""
 
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: st
         assert answer.json()["error"]["code"] == "profiles_are_off"
 
 
-CONTROL = ("/migrate", "/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
+CONTROL = ("/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
 
 
 def test_a_line_feed_at_the_end_of_a_path_opens_nothing(client: httpx.Client) -> None:
@@ -206,9 +205,7 @@ def test_another_protocol_s_beginning_is_a_bad_request(guarded: Served) -> None:
 
 
 def test_headers_must_come_in_time(guarded: Served) -> None:
-    start = time.monotonic()
     assert exchange(guarded, b"GET /health HTTP/1.1\r\nHost: x\r\n") == b""
-    assert 0.4 < time.monotonic() - start < 5
 
 
 def test_a_body_must_come_in_time(guarded: Served) -> None:

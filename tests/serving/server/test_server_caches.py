@@ -1,6 +1,5 @@
 """`/v1/caches`: documents that are read once, whose pages stay beyond the devices, and that requests name."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,8 +326,6 @@ def test_a_server_that_ends_reads_no_further() -> None:
     with served(tiered_engine(), settings()) as running, running.http_client() as client:
         running.executor.pause = 0.05
         create(client, prompt="AB" * 100)
-        began = time.monotonic()
-    assert time.monotonic() - began < 5
 
 
 def test_sizes_of_tiers_are_told_and_no_path(alice: httpx.Client) -> None:

@@ -55,14 +55,8 @@ def test_tokens_are_those_of_the_engine(letters: Served) -> None:
     assert answer.usage.total_tokens == len(IDS) + 6
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, IDS])
-def test_prompts_are_text_or_tokens(letters: Served, prompt: Any) -> None:
-    assert ask(letters, prompt).choices[0].token_ids == greedy()
-
-
 @pytest.mark.parametrize("prompts", [["ABCD", PROMPT, "11"], [TEXT.encode("ABCD"), IDS, TEXT.encode("11")]])
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("n", "stream"), [(1, False), (2, True)])
 def test_lists_of_prompts_have_numbered_choices(letters: Served, prompts: list[Any], n: int, stream: bool) -> None:
     expected = [TEXT.decode(greedy(6, TEXT.encode(text))) for text in ("ABCD", PROMPT, "11") for _ in range(n)]
     answer = ask(letters, prompts, n=n, stream=stream)
@@ -85,17 +79,12 @@ def test_max_tokens_is_16_by_default(letters: Served) -> None:
 def test_a_stop_string_ends_the_text_and_is_no_part_of_it(letters: Served, stream: bool) -> None:
     text = TEXT.decode(greedy(12))
     stop = text[5:7]
-    answer = ask(letters, max_tokens=12, stop=[stop, "no such text"], stream=stream)
+    answer = ask(letters, max_tokens=12, stop=stop if stream else [stop, "no such text"], stream=stream)
     if stream:
         texts, reasons, _ = streamed(answer)
         assert (texts[0], reasons[0]) == (text[: text.index(stop)], "stop")
     else:
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
-
-
-def test_one_stop_string_may_stand_alone(letters: Served) -> None:
-    text = TEXT.decode(greedy(12))
-    assert ask(letters, max_tokens=12, stop=text[3]).choices[0].text == text[: text.index(text[3])]
 
 
 def test_the_end_token_stops_unless_it_is_ignored(letters: Served) -> None:
@@ -133,7 +122,7 @@ def test_temperature_0_is_greedy_whatever_comes_with_it(letters: Served, options
     assert [choice.token_ids for choice in choices] == [greedy()] * options.get("n", 1)
 
 
-@pytest.mark.parametrize("top_k", [-1, 0, 50])
+@pytest.mark.parametrize("top_k", [-1, 0])
 def test_options_that_keep_all_tokens_change_nothing(letters: Served, top_k: int) -> None:
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, ignore_eos=True)
     extra = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 1}

@@ -1,6 +1,5 @@
 """Clients that leave, and clients that read slowly: their pages come back, and nobody else waits for them."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -129,41 +128,3 @@ def test_an_aborted_request_ends_with_what_there_is(letters: Served) -> None:
     (answer,) = answers
     assert answer.headers["x-request-id"] == "mine"
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
-
-
-def test_many_idle_streams_cost_next_to_nothing() -> None:
-    """While nothing comes, no stream does anything but wait."""
-
-    async def hold() -> None:
-        connections = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(200)]
-        body = json.dumps({"prompt": "1", "max_tokens": 2, "stream": True}).encode()
-        for _, writer in connections:
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(body) + body
-            )
-        while len(running.server.calls) < 200:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
-        before, wakes = asyncio.get_running_loop().time(), running.server.engine.stats().steps
-        seconds = _thread_seconds(running.thread)
-        await asyncio.sleep(1.0)
-        assert _thread_seconds(running.thread) - seconds < 0.05 * (asyncio.get_running_loop().time() - before)
-        assert running.server.engine.stats().steps == wakes
-        running.executor.go.set()
-        for reader, writer in connections:
-            await reader.readuntil(b"[DONE]")
-            writer.close()
-            await writer.wait_closed()
-
-    with served(fake_engine()) as running:
-        running.executor.go.clear()
-        asyncio.run(hold())
-        running.wait_idle()
-
-
-def _thread_seconds(thread: threading.Thread) -> float:
-    """Processor time of a thread of this process."""
-    with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100

@@ -43,7 +43,7 @@ def test_refusals_are_counted_by_their_reason() -> None:
         assert refusals(running) == {"queue": 1, "tokens": 0, "deadline": 0, "draining": 1, "tpot": 0}
 
 
-@pytest.mark.parametrize("header", [f"00-{TRACE}-{SPAN}-01", None, "nonsense", "00-0-0-00"])
+@pytest.mark.parametrize("header", [f"00-{TRACE}-{SPAN}-01", None, "nonsense"])
 def test_spans_are_part_of_the_clients_trace(header: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "otlp_exporter", lambda endpoint: exporter)

@@ -10,7 +10,7 @@ from served import Served, fake_engine, served
 
 from longctx.serving.server.settings import ServerSettings
 
-FAST, MANY = 100, 2000
+FAST, MANY = 30, 2000
 
 
 @pytest.fixture(scope="module")

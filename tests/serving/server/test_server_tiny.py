@@ -55,11 +55,11 @@ def expect(engine: Engine, prompt: Any = TEXT, **params: Any) -> list[Output]:
 
 
 def test_many_clients_get_the_tokens_of_generate(tiny: Served, engine: Engine) -> None:
-    """64 requests, half of them streams, greedy and sampled, of other lengths each."""
+    """24 requests, half of them streams, greedy and sampled, of other lengths each."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, rng.integers(1, 200)).tolist() for _ in range(64)]
+    prompts = [rng.integers(0, 256, rng.integers(1, 200)).tolist() for _ in range(24)]
     params = [
-        SamplingParams(max_tokens=5 + i % 7, temperature=0.8 * (i % 3 > 0), seed=i, ignore_eos=True) for i in range(64)
+        SamplingParams(max_tokens=5 + i % 7, temperature=0.8 * (i % 3 > 0), seed=i, ignore_eos=True) for i in range(24)
     ]
 
     def one(i: int) -> list[int]:
@@ -69,15 +69,15 @@ def test_many_clients_get_the_tokens_of_generate(tiny: Served, engine: Engine) -
             return answer.choices[0].token_ids
         return [token for chunk in answer for choice in chunk.choices for token in choice.token_ids]
 
-    with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(one, range(64)))
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(one, range(24)))
     assert got == [output.token_ids for output in engine.generate(prompts, params)]
     tiny.wait_idle()
 
 
 def test_text_of_streams_joins_where_characters_are_spread_over_tokens(tiny: Served, engine: Engine) -> None:
     """Sampled bytes: many are no characters, some are parts of one."""
-    params = {"temperature": 3.0, "seed": 11, "max_tokens": 200}
+    params = {"temperature": 3.0, "seed": 11, "max_tokens": 80}
     (expected,) = expect(engine, **params)
     chunks = list(ask(tiny, stream=True, **params))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected.text
@@ -89,11 +89,9 @@ def test_text_of_streams_joins_where_characters_are_spread_over_tokens(tiny: Ser
     "options",
     [
         {"frequency_penalty": 1.5},
-        {"presence_penalty": 2.0},
         {"repetition_penalty": 1.8},
         {"logit_bias": {"65": 100}},
         {"temperature": 1.0, "seed": 4, "top_k": 2},
-        {"temperature": 1.0, "seed": 4, "top_p": 0.3},
         {"temperature": 1.0, "seed": 4, "min_p": 0.5},
     ],
 )

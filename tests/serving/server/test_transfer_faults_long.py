@@ -1,4 +1,4 @@
-"""Ten minutes of broken links between servers, and servers that are killed: answers stay right, and nothing is left."""
+"""Minutes of broken links between servers, and servers that are killed: answers stay right, and nothing is left."""
 
 import contextlib
 import signal
@@ -22,6 +22,9 @@ from disaggregated import (
     post,
     prefill,
     release_leases,
+    resume,
+    resumed,
+    tokens_of,
     transfers_of,
 )
 from serve_process import ServeProcess
@@ -32,7 +35,7 @@ from longctx.serving.engine import page_transfers
 
 pytestmark = pytest.mark.slow
 
-MINUTES = 10.0
+MINUTES = 2.0
 OPTIONS = TransferOptions(block_bytes=1 << 16, read_bytes=1 << 18, silence_timeout=1.0)
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.5, "seed": 4, "n": 2}]
 
@@ -52,6 +55,7 @@ class Soak:
             prompt = self._random.integers(0, 250, int(self._random.integers(100, 2500))).tolist()
             self.requests.append(body(prompt, **SAMPLING[i % 3]))
         self.expected = [self._answer(post(coupled, sent).json()) for sent in self.requests]
+        self.own = [tokens_of(resume(coupled, resumed(sent["prompt"], None))) for sent in self.requests]
         self.counts: Counter[str] = Counter()
         self.wrong: list[int] = []
         self._end = 0.0
@@ -71,15 +75,21 @@ class Soak:
             number = int(random.integers(len(self.requests)))
             sent = self.requests[number] | {"cache_salt": str(random.integers(2**40))}
             way = str(random.choice(["own", "router", "leaves"], p=[0.5, 0.35, 0.15]))
+            own = resumed(sent["prompt"], f"http://{self.links[1].address}")
+            own["request"]["cache_salt"] = sent["cache_salt"]
             if way == "leaves":
-                url, sent = f"{self.decoder.url}/v1/completions", sent | {"stream": True}
-                with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=sent, timeout=60):
+                url = f"{self.decoder.url}/resume"
+                with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=own, timeout=60):
                     time.sleep(random.random())
                 self.counts["left"] += 1
                 continue
-            answer = post(self.decoder, sent).json() if way == "own" else apart(self.reader, self.decoder, sent)
+            if way == "own":
+                is_right = tokens_of(resume(self.decoder, own)) == self.own[number]
+            else:
+                answer = apart(self.reader, self.decoder, sent)
+                is_right = self._answer(answer) == self.expected[number]
             self.counts[way] += 1
-            if self._answer(answer) != self.expected[number]:
+            if not is_right:
                 self.wrong.append(number)
 
     def _break(self) -> None:
@@ -113,8 +123,7 @@ def soak(minutes: float, seed: int = 0) -> Counter[str]:
         LinkProxy(f"127.0.0.1:{reader.port}") as requests,
     ):
         transfers_of(reader).port = int(pages.address.rpartition(":")[2])  # what it tells others
-        url = f"http://{requests.address}"
-        with instance(make_engine(), "decode", options=OPTIONS, prefill_from=[url], inline_tokens=64) as decoder:
+        with instance(make_engine(), "decode", options=OPTIONS) as decoder:
             run = Soak(coupled, reader, decoder, [pages, requests], seed)
             run.run(minutes)
             assert not run.wrong
@@ -128,12 +137,12 @@ def soak(minutes: float, seed: int = 0) -> Counter[str]:
     return counts
 
 
-def test_ten_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_transfers, "LEASE_SECONDS", 5.0)
     counts = soak(MINUTES)
-    assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 10
-    assert counts["transfers complete"] > 50
-    assert counts["transfers lost"] + counts["transfers late"] > 5
+    assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 2
+    assert counts["transfers complete"] > 10
+    assert counts["transfers lost"] + counts["transfers late"] > 1
     assert counts["pages recomputed"] > 0
 
 
@@ -141,7 +150,7 @@ def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "secret").write_text("0123456789abcdef" * 4)
     (tmp_path / "secret").chmod(0o600)
     sizes = ["--max-length", "4096", "--num-pages", "300", "--page-size", "16", "--max-running", "8"]
-    sizes += ["--token-budget", "64", "--buckets", "64", "--max-logprobs", "5", "--prefill-inline", "64"]
+    sizes += ["--token-budget", "64", "--buckets", "64", "--max-logprobs", "5"]
     return [*sizes, "--kv-secret-file", str(tmp_path / "secret"), "--kv-plain"]
 
 
@@ -161,22 +170,21 @@ def key_of(tmp_path: Path) -> bytes:
 def test_the_reading_server_is_killed(tmp_path: Path) -> None:
     """In the midst of a transfer: the decoding server computes what has not come."""
     given = flags(tmp_path)
-    sent = body(LONG) | {"model": None}
     with (
         ServeProcess(*given, "--role", "prefill") as reader,
-        instance(make_engine(hash_key=key_of(tmp_path)), prefill_from=[reader.url], inline_tokens=64) as decoder,
+        instance(make_engine(hash_key=key_of(tmp_path))) as decoder,
     ):
-        dispatcher, pages = transfers_of(decoder).dispatcher, decoder.server.engine.pages
-        decoder.wait_until("it is found", lambda: dispatcher.instances[0].addresses)
+        pages = decoder.server.engine.pages
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(post, decoder, sent)
-            decoder.wait_until("pages come", lambda: decoder.server.engine._executor.mover.stats.loaded_bytes, 60)
+            answer = pool.submit(resume, decoder, resumed(LONG, reader.url))
+            decoder.wait_until("pages come", lambda: decoder.server.engine.executor.mover.stats.loaded_bytes, 60)
             reader.process.send_signal(signal.SIGKILL)
-            tokens = answer.result().json()["choices"][0]["token_ids"]
-        assert dispatcher.decisions == {"remote": 1}
+            tokens = tokens_of(answer.result())
         assert pages.recomputed["transfers"] > 0
         assert transfers_of(decoder).receiver.stats.outcomes["lost"] == 1
-        assert tokens == post(decoder, sent | {"cache_salt": "read here"}).json()["choices"][0]["token_ids"]
+        anew = resumed(LONG, None)
+        anew["request"]["cache_salt"] = "read here"
+        assert tokens == tokens_of(resume(decoder, anew))
         nothing_is_left(decoder)
 
 
@@ -189,17 +197,12 @@ def test_the_decoding_server_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
         prefill(reader, body(LONG[:100]))  # so that its programs are compiled
         release_leases(reader)
         read = engine.stats().prompt_tokens
-        with ServeProcess(*given, "--role", "decode", "--prefill-from", reader.url) as decoder:
-            info = {"is_open": False}
-            while not info["is_open"]:
-                time.sleep(0.1)
-                transfer = httpx.get(f"{decoder.url}/server_info").json()["kv_transfer"]
-                [info] = transfer["prefill_from"]["instances"]
+        with ServeProcess(*given, "--role", "decode") as decoder:
             failed: list[httpx.HTTPError] = []
 
             def ask() -> None:
                 try:
-                    httpx.post(f"{decoder.url}/v1/completions", json=body(LONG) | {"model": None}, timeout=60)
+                    httpx.post(f"{decoder.url}/resume", json=resumed(LONG, reader.url), timeout=60)
                 except httpx.HTTPError as error:
                     failed.append(error)
 

@@ -19,7 +19,7 @@ class Known:
     tick: int
     uses: int = 0
     holds: int = 0
-    until: float | None = None
+    is_pinned: bool = False
 
 
 class NaiveIndex:
@@ -34,14 +34,14 @@ class NaiveIndex:
 
     @property
     def pinned(self) -> int:
-        return sum(entry.size for entry in self.entries.values() if entry.until is not None)
+        return sum(entry.size for entry in self.entries.values() if entry.is_pinned)
 
     def may_go(self) -> list[int]:
         followed = {entry.parent for entry in self.entries.values()}
         return [
             name
             for name, entry in self.entries.items()
-            if not entry.holds and entry.until is None and name not in followed
+            if not entry.holds and not entry.is_pinned and name not in followed
         ]
 
     def rank(self, name: int) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class NaiveIndex:
 NAMES = st.integers(0, 12)
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "use", "hold", "release", "pin", "unpin", "expire", "remove"]),
+        st.sampled_from(["add", "add", "add", "use", "hold", "release", "pin", "unpin", "remove"]),
         NAMES,
         st.integers(1, 4),
         st.one_of(st.none(), NAMES),
@@ -77,11 +77,11 @@ CALLS = st.lists(
 
 
 @given(CALLS, st.sampled_from(sorted(EVICTION)), st.integers(4, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_index_does_what_a_naive_one_does(
     calls: list[tuple[str, int, int, int | None]], eviction: str, capacity: int
 ) -> None:
-    index, naive, now = TierIndex[int](capacity, eviction), NaiveIndex(capacity, eviction), 0.0
+    index, naive = TierIndex[int](capacity, eviction), NaiveIndex(capacity, eviction)
     for call, name, size, parent in calls:
         entry = naive.entries.get(name)
         naive.tick += 1
@@ -91,12 +91,6 @@ def test_the_index_does_what_a_naive_one_does(
             if index.has_room(size) and (parent is None or parent < name):
                 index.add(name, size, size, parent)
                 naive.entries[name] = Known(size, size, parent, naive.tick)
-        elif call == "expire":
-            now += size
-            index.expire(now)
-            for known in naive.entries.values():
-                if known.until is not None and known.until <= now:
-                    known.until = None
         elif entry is None:
             assert name not in index
         elif call == "use":
@@ -109,13 +103,12 @@ def test_the_index_does_what_a_naive_one_does(
             index.release(name)
             entry.holds -= 1
         elif call == "pin":
-            fits = entry.until is not None or naive.pinned + entry.size <= capacity // 2
-            assert index.pin(name, now + size) == fits
-            if fits:
-                entry.until = max(now + size, entry.until or 0)
+            fits = entry.is_pinned or naive.pinned + entry.size <= capacity // 2
+            assert index.pin(name) == fits
+            entry.is_pinned = fits
         elif call == "unpin":
             index.unpin(name)
-            entry.until = None
+            entry.is_pinned = False
         elif call == "remove":
             index.remove(name)
             del naive.entries[name]
@@ -183,12 +176,10 @@ def test_what_may_not_go_leaves_no_room() -> None:
     index.add("held", 1)
     index.hold("held")
     index.add("pinned", 1)
-    assert index.pin("pinned", 5.0)
+    assert index.pin("pinned")
     assert index.make_room(1) == []
     assert not index.has_room(1)
-    index.expire(4.9)
-    assert index.make_room(1) == []
-    index.expire(5.0)
+    index.unpin("pinned")
     assert index.make_room(1) == ["pinned"]
 
 

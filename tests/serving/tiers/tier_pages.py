@@ -82,10 +82,15 @@ def put(store: TieredStore, keys: Sequence[bytes], first: int = 0, flush: bool =
     return len(wanted)
 
 
-def drain(fetch: PageFetch, woken: threading.Event, max_bytes: int = 2**30, whole: PageSlice = LAYOUT.whole) -> int:
+def drain(
+    fetch: PageFetch,
+    keys: Sequence[bytes],
+    woken: threading.Event,
+    max_bytes: int = 2**30,
+    whole: PageSlice = LAYOUT.whole,
+) -> int:
     """Take all blocks of a fetch, as the engine's thread does, and compare them with its keys' only right contents."""
     deadline, taken = time.monotonic() + 30, 0
-    keys: Sequence[bytes] = fetch.keys  # type: ignore[attr-defined]
     layers, heads = whole.within(LAYOUT.whole)
     while not fetch.is_over:
         woken.clear()
@@ -108,9 +113,14 @@ def load(store: TieredStore, keys: Sequence[bytes], max_bytes: int = 2**30) -> i
     """Fetch pages, check what comes, and close; how many leading pages came."""
     woken = threading.Event()
     fetch = store.fetch(keys, woken.set)
-    count = drain(fetch, woken, max_bytes, store.part)
+    count = drain(fetch, keys, woken, max_bytes, store.part)
     fetch.close()
     return count
+
+
+def only_on_disk(store: TieredStore) -> None:
+    """Let host memory lose the pages that the disk has."""
+    store.evict(lambda key: True)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:

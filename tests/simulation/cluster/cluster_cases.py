@@ -8,15 +8,17 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models import LlamaConfig
+from longctx.parallel.device_tables import Device
+from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Record, Simulation
-from longctx.simulation.cluster import Change, ClusterInstance, ClusterRecord, ClusterSettings
+from longctx.simulation.cluster import Change, ClusterInstance, ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=50_000)
-PREDICTOR = roofline(MODEL, GPUS["A100"], 512, overhead=1e-3)
+PREDICTOR = roofline(MODEL, Topology(Device("plain A100", {"bfloat16": 312e12}, 2e12), {}), 512, overhead=1e-3)
 PAGE = 64
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
 SIZES: dict[str, Any] = {"page_size": PAGE, "max_running": 8, "token_budget": 512, "policy": "fcfs", "run_ahead": 1}
@@ -66,17 +68,14 @@ def serve(
     settings: ClusterSettings | None = None,
     seed: int = 0,
     **config: Any,
-) -> ClusterRecord:
+) -> Record:
     config = {"admission": "none", "ttft": 30.0, "tpot": 0.1, "is_inline": False} | config
     conductor = Conductor(ConductorConfig(**config), PrefixIndex())
-    record = Simulation(instances, conductor, settings, changes or []).run(requests, seed)
-    assert isinstance(record, ClusterRecord)
-    return record
+    return Simulation(instances, conductor, settings, changes or []).run(requests, seed)
 
 
 def check_each_once(record: Record, requests: list[WorkloadRequest]) -> None:
     """Every request is served whole, rejected or open, and in one way alone."""
-    assert isinstance(record, ClusterRecord)
     ended = [each.number for each in record.served], [each.number for each in record.rejected]
     numbers = sorted([*ended[0], *ended[1], *(each.number for each in record.open)])
     assert numbers == sorted(each.number for each in requests)

@@ -7,7 +7,8 @@ import pytest
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import ParallelPlan
-from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
+from longctx.simulation.cluster import ClusterSettings
+from longctx.simulation.deployment import ClusterDeployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest
 

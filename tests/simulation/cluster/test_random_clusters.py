@@ -52,7 +52,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[ClusterInstance], ConductorConfig, C
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(clusters(), st.integers(0, 1000), st.sampled_from([2.0, 20.0]))
 def test_every_request_ends_once_and_nothing_is_left(
     cluster: tuple[list[ClusterInstance], ConductorConfig, ClusterSettings, list[Change]], seed: int, rate: float

@@ -2,18 +2,17 @@
 
 import ctypes
 import heapq
-import math
 import mmap
 import os
 import threading
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
-from longctx.serving.kv_cache.tiers.parts import part_shape
 
 _POPULATE_WRITE = 23  # of madvise, Linux 5.14
 _POPULATED_AT_ONCE = 16 << 20  # bytes
@@ -37,8 +36,7 @@ class HostMemory:
         Raises:
           ValueError: host_bytes is less than a page, or more than the machine's memory.
         """
-        shape = part_shape(layout, part)
-        self.page_bytes = math.prod(shape) * layout.bits.itemsize
+        shape, self.page_bytes = layout.part_shape(part), layout.part_bytes(part)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if not self.page_bytes <= capacity <= memory:
             raise ValueError(
@@ -53,10 +51,6 @@ class HostMemory:
         self._free = list(range(self.num_slots))  # a heap
         populate = threading.Thread(target=_populate, args=(self.pages,), name="kv-memory", daemon=True)
         populate.start()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def allocate(self) -> int | None:
         """A free slot; None if there is none."""
@@ -81,6 +75,22 @@ def _populate(memory: np.ndarray) -> None:
         length = min(_POPULATED_AT_ONCE, size - offset)
         if advise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE)):
             return
+
+
+class PageChecksum:
+    """Checksums of a process's part of the pages of one model: right bytes under another page's key are wrong.
+
+    XXH3 finds accidents, at the speed of memory. It is no signature: the processes that may write to a cache are
+    trusted.
+    """
+
+    def __init__(self, fingerprint: bytes, part: PageSlice) -> None:
+        self._of = b"%b %r" % (fingerprint, tuple(part))
+
+    def __call__(self, key: Key, data: memoryview) -> int:
+        """Return the checksum, 64 bits, of the contiguous payload of a page."""
+        seed = xxhash.xxh3_64_intdigest(b"%d %b %b" % (len(key), key, self._of))
+        return xxhash.xxh3_64_intdigest(data, seed=seed)
 
 
 class PageName(NamedTuple):
@@ -114,9 +124,9 @@ class HostTier:
       listener: is told of what can be found, if there is one.
     """
 
-    def __init__(self, memory: HostMemory, eviction: str, max_pinned: int | None = None) -> None:
+    def __init__(self, memory: HostMemory, eviction: str) -> None:
         self.memory = memory
-        self.index: TierIndex[Key] = TierIndex(memory.num_slots * memory.page_bytes, eviction, max_pinned)
+        self.index: TierIndex[Key] = TierIndex(memory.num_slots * memory.page_bytes, eviction)
         self.listener: TierListener | None = None
         self._pages: dict[Key, HostPage] = {}
 
@@ -169,11 +179,6 @@ class HostTier:
             self.index.remove(key)
             if not page.holds:
                 self.memory.free(page.slot)
-
-    @property
-    def parents(self) -> dict[Key, Key]:
-        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
-        return {key: page.name.parent for key, page in self._pages.items()}
 
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages that can be found, and of changes from now on."""

@@ -6,7 +6,6 @@ Source: Mooncake, section 3 (LRU, LFU, or by the requests' characteristics).
 """
 
 import heapq
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -15,34 +14,29 @@ from longctx.serving.kv_cache.page_pool import Key
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Use:
-    """Use of an entry.
+class _Entry:
+    """Entry of an index.
 
     Attributes:
-      number: its place in its chain of pages.
+      size: bytes. number: its place in its chain of pages. parent: the entry before it in its chain.
       uses: how often it was used. tick: when last, in uses of the tier.
+      holds: how often it is held.
       is_cut_off: whether something before it in its chain is missing, so that the tier alone has no use for it.
     """
 
-    __slots__ = ("is_cut_off", "number", "tick", "uses")
+    __slots__ = ("holds", "is_cut_off", "is_pinned", "number", "parent", "size", "tick", "uses")
 
-    def __init__(self, number: int, tick: int) -> None:
-        self.number, self.tick, self.uses, self.is_cut_off = number, tick, 0, False
-
-
-def _lru(use: Use) -> tuple[int, ...]:
-    return (use.tick,)
+    def __init__(self, size: int, number: int, parent: object, tick: int) -> None:
+        self.size, self.number, self.parent, self.tick = size, number, parent, tick
+        self.uses = self.holds = 0
+        self.is_cut_off = self.is_pinned = False
 
 
-def _lfu(use: Use) -> tuple[int, ...]:
-    return use.uses, use.tick
-
-
-def _length_aware(use: Use) -> tuple[int, ...]:
-    return use.uses, -use.number, use.tick
-
-
-EVICTION: dict[str, Callable[[Use], tuple[int, ...]]] = {"lru": _lru, "lfu": _lfu, "length": _length_aware}
+EVICTION: dict[str, Callable[[_Entry], tuple[int, ...]]] = {
+    "lru": lambda entry: (entry.tick,),
+    "lfu": lambda entry: (entry.uses, entry.tick),
+    "length": lambda entry: (entry.uses, -entry.number, entry.tick),
+}
 """Ranks of entries by the rule's name; the lowest goes first, after those that are cut off.
 
   lru: least recently used. lfu: least often used, then least recently.
@@ -57,45 +51,6 @@ def check_eviction(name: str) -> str:
     return name
 
 
-class EvictionOrder(Generic[Name]):
-    """Entries that may go, coldest first: a heap whose outdated items are skipped."""
-
-    def __init__(self, eviction: str) -> None:
-        self._rank = EVICTION[check_eviction(eviction)]
-        self._heap: list[tuple[tuple[int, ...], int, Name]] = []
-        self._serial_of: dict[Name, int] = {}
-        self._serials = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._serial_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._serial_of
-
-    def add(self, name: Name, use: Use) -> None:
-        """Put an entry where its use ranks it; one that is there already moves."""
-        serial = self._serial_of[name] = next(self._serials)
-        heapq.heappush(self._heap, ((not use.is_cut_off, *self._rank(use)), serial, name))
-        if len(self._heap) > 2 * len(self._serial_of) + 64:
-            self._heap = [item for item in self._heap if self._is_current(item)]
-            heapq.heapify(self._heap)
-
-    def discard(self, name: Name) -> None:
-        """Take an entry out, if it is there."""
-        self._serial_of.pop(name, None)
-
-    def coldest(self) -> Name | None:
-        """The entry that goes first; None if there is none. It stays."""
-        while self._heap:
-            if self._is_current(self._heap[0]):
-                return self._heap[0][2]
-            heapq.heappop(self._heap)
-        return None
-
-    def _is_current(self, item: tuple[tuple[int, ...], int, Name]) -> bool:
-        return self._serial_of.get(item[2]) == item[1]
-
-
 @runtime_checkable
 class TierListener(Protocol):
     """Hears of whole pages in host memory (`"host"`) and on disk (`"disk"`), change by change.
@@ -104,8 +59,10 @@ class TierListener(Protocol):
     """
 
     def stored(self, tier: str, key: Key, parent: Key) -> None:
-        """A tier has a page from now on; `parent` is the key of the page before it, empty if there is none or it is
-        not known."""
+        """A tier has a page from now on.
+
+        `parent` is the key of the page before it, empty if there is none or it is not known.
+        """
         ...
 
     def removed(self, tier: str, key: Key) -> None:
@@ -113,19 +70,8 @@ class TierListener(Protocol):
         ...
 
 
-class _Entry(Use):
-    """Attributes: size in bytes; the entry before it in its chain; how often it is held; until when it is pinned."""
-
-    __slots__ = ("holds", "parent", "pinned_until", "size")
-
-    def __init__(self, size: int, number: int, parent: object, tick: int) -> None:
-        super().__init__(number, tick)
-        self.size, self.parent, self.holds = size, parent, 0
-        self.pinned_until: float | None = None
-
-
 class TierIndex(Generic[Name]):
-    """Entries of a tier by name: pages of host memory by key, files of a disk by file name.
+    """Entries of a tier by name: pages of host memory and of a disk by key.
 
     An entry may go unless it is held, pinned, or followed by another of its chain. Without its beginning a chain is of
     no use: so chains go from their tails, and what is cut off from its beginning goes first, under every rule.
@@ -135,15 +81,15 @@ class TierIndex(Generic[Name]):
       num_evicted: entries that went to make room.
     """
 
-    def __init__(self, capacity: int, eviction: str = "lru", max_pinned: int | None = None) -> None:
-        self.capacity = capacity
-        self.max_pinned = capacity // 2 if max_pinned is None else max_pinned
+    def __init__(self, capacity: int, eviction: str = "lru") -> None:
+        self.capacity, self.max_pinned = capacity, capacity // 2
         self.used = self.pinned = self.num_evicted = 0
+        self._rank = EVICTION[check_eviction(eviction)]
         self._entries: dict[Name, _Entry] = {}
         self._followers: dict[object, dict[Name, None]] = {}  # entries after one, which is there or not
-        self._order: EvictionOrder[Name] = EvictionOrder(eviction)
-        self._pins: list[tuple[float, int, Name]] = []  # a heap
-        self._tick = 0
+        self._heap: list[tuple[tuple[int, ...], int, Name]] = []  # those that may go; outdated items are skipped
+        self._serial_of: dict[Name, int] = {}  # of the items that are not outdated
+        self._serial = self._tick = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -164,7 +110,7 @@ class TierIndex(Generic[Name]):
         self.used += size
         if parent is not None:
             self._followers.setdefault(parent, {})[name] = None
-            self._order.discard(parent)
+            self._serial_of.pop(parent, None)
         entry.is_cut_off = self._lacks_beginning(entry)
         self._settle(name, entry)
         self._tell_followers(name)
@@ -180,7 +126,7 @@ class TierIndex(Generic[Name]):
         """Keep an entry until it is released as often as it was held."""
         entry = self._entries[name]
         entry.holds += 1
-        self._order.discard(name)
+        self._serial_of.pop(name, None)
 
     def release(self, name: Name) -> None:
         entry = self._entries[name]
@@ -188,42 +134,35 @@ class TierIndex(Generic[Name]):
         entry.holds -= 1
         self._settle(name, entry)
 
-    def pin(self, name: Name, until: float) -> bool:
-        """Keep an entry until a time, or longer if it is pinned for longer; False if too much is pinned already."""
+    def pin(self, name: Name) -> bool:
+        """Keep an entry until it is unpinned; False if too much is pinned already."""
         entry = self._entries[name]
-        if entry.pinned_until is None:
+        if not entry.is_pinned:
             if self.pinned + entry.size > self.max_pinned:
                 return False
             self.pinned += entry.size
-        entry.pinned_until = until if entry.pinned_until is None else max(until, entry.pinned_until)
-        self._tick += 1
-        heapq.heappush(self._pins, (entry.pinned_until, self._tick, name))
-        self._order.discard(name)
+            entry.is_pinned = True
+            self._serial_of.pop(name, None)
         return True
 
     def unpin(self, name: Name) -> None:
         """Let a pinned entry go when its turn comes."""
         entry = self._entries[name]
-        if entry.pinned_until is not None:
+        if entry.is_pinned:
             self.pinned -= entry.size
-            entry.pinned_until = None
+            entry.is_pinned = False
             self._settle(name, entry)
-
-    def expire(self, now: float) -> None:
-        """End pins whose time has come."""
-        while self._pins and self._pins[0][0] <= now:
-            _, _, name = heapq.heappop(self._pins)
-            entry = self._entries.get(name)
-            if entry is not None and entry.pinned_until is not None and entry.pinned_until <= now:
-                self.unpin(name)
 
     def evict(self) -> Name | None:
         """Remove the coldest entry that may go, and return its name; None if there is none."""
-        name = self._order.coldest()
-        if name is not None:
-            self.remove(name)
-            self.num_evicted += 1
-        return name
+        while self._heap:
+            _, serial, name = self._heap[0]
+            if self._serial_of.get(name) == serial:
+                self.remove(name)
+                self.num_evicted += 1
+                return name
+            heapq.heappop(self._heap)
+        return None
 
     def make_room(self, size: int) -> list[Name]:
         """Remove entries until `size` bytes are free, or nothing more may go; which ones."""
@@ -238,10 +177,9 @@ class TierIndex(Generic[Name]):
     def remove(self, name: Name) -> None:
         """Forget an entry, even if it is held."""
         entry = self._entries.pop(name)
-        self._order.discard(name)
+        self._serial_of.pop(name, None)
         self.used -= entry.size
-        if entry.pinned_until is not None:
-            self.pinned -= entry.size
+        self.pinned -= entry.size * entry.is_pinned
         if entry.parent is not None:
             parent: Name = entry.parent  # type: ignore[assignment]
             del self._followers[parent][name]
@@ -267,11 +205,16 @@ class TierIndex(Generic[Name]):
                 changed += self._followers.get(follower, ())
 
     def _settle(self, name: Name, entry: _Entry) -> None:
-        """Put an entry among those that may go, if it may."""
-        if entry.holds or entry.pinned_until is not None or name in self._followers:
-            self._order.discard(name)
-        else:
-            self._order.add(name, entry)
+        """Put an entry among those that may go, where its use ranks it, if it may."""
+        self._serial_of.pop(name, None)
+        if entry.holds or entry.is_pinned or name in self._followers:
+            return
+        self._serial += 1
+        self._serial_of[name] = self._serial
+        heapq.heappush(self._heap, ((not entry.is_cut_off, *self._rank(entry)), self._serial, name))
+        if len(self._heap) > 2 * len(self._serial_of) + 64:
+            self._heap = [item for item in self._heap if self._serial_of.get(item[2]) == item[1]]
+            heapq.heapify(self._heap)
 
     def _next_tick(self) -> int:
         self._tick += 1

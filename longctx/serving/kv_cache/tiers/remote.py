@@ -5,7 +5,6 @@ import importlib
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
@@ -14,6 +13,7 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.tiers.writer import Workers
 
 CHECKSUM_BYTES = 8
 _BELIEVED = 10.0  # seconds
@@ -71,14 +71,10 @@ class RemoteProbe:
     """Asks a remote store what it has, in a thread of its own, for threads that may not wait."""
 
     def __init__(self, remote: RemoteStore) -> None:
-        self._remote = remote
+        self._remote, self._workers = remote, Workers(1, "kv-probe")
         self._lock = threading.Lock()  # guards what follows
         self._known: dict[bytes, float] = {}  # names that it has, until when that is believed
-        self._questions: deque[tuple[list[bytes], Future[None]]] = deque()
-        self._come = threading.Semaphore(0)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-probe", daemon=True)
-        self._thread.start()
+        self._num_questions = 0  # without an answer
 
     def exists(self, names: Sequence[bytes]) -> int:
         """Return how many leading names it has by its last answer; without one, it is asked for the next time."""
@@ -89,37 +85,33 @@ class RemoteProbe:
 
     def ask(self, names: Sequence[bytes]) -> "Future[None] | None":
         """Ask whether it has names, for `exists`. None: there is nothing to wait for, or it has long not answered."""
-        unknown = list(names[self._count(names) :])
+        unknown, answered = list(names[self._count(names) :]), Future[None]()
         with self._lock:
-            if not unknown or len(self._questions) >= _MOST_QUESTIONS or self._is_closed:
+            if not unknown or self._num_questions >= _MOST_QUESTIONS:
                 return None
-            self._questions.append((unknown, answered := Future[None]()))
-        self._come.release()
+            self._num_questions += 1
+        self._workers.submit(lambda: self._answer(unknown, answered))
         return answered
 
     def close(self) -> None:
         """End the thread, once the store has answered."""
-        with self._lock:
-            self._is_closed = True
-        self._come.release()
+        self._workers.close(0.0)
 
     def _count(self, names: Sequence[bytes]) -> int:
         now = time.monotonic()
         with self._lock:
             return next((i for i, name in enumerate(names) if self._known.get(name, 0.0) < now), len(names))
 
-    def _run(self) -> None:
-        while self._come.acquire() and not self._is_closed:
-            names, answered = self._questions[0]
-            count = 0
-            with contextlib.suppress(Exception):  # an error is a miss
-                count = min(self._remote.exists(names), len(names))
-            with self._lock:
-                self._questions.popleft()
-                until = time.monotonic() + _BELIEVED
-                for name in names[:count]:
-                    self._known.pop(name, None)
-                    self._known[name] = until  # the last to be forgotten
-                for name in itertools.islice([*self._known], max(0, len(self._known) - _MOST_KNOWN)):
-                    del self._known[name]
-            answered.set_result(None)
+    def _answer(self, names: list[bytes], answered: "Future[None]") -> None:
+        count = 0
+        with contextlib.suppress(Exception):  # an error is a miss
+            count = min(self._remote.exists(names), len(names))
+        with self._lock:
+            self._num_questions -= 1
+            until = time.monotonic() + _BELIEVED
+            for name in names[:count]:
+                self._known.pop(name, None)
+                self._known[name] = until  # the last to be forgotten
+            for name in itertools.islice([*self._known], max(0, len(self._known) - _MOST_KNOWN)):
+                del self._known[name]
+        answered.set_result(None)

@@ -10,22 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.models.validation import check_integer
+from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
-from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
+from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier, PageChecksum
 from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
-from longctx.serving.kv_cache.tiers.loader import PageLoader, TierFetch
-from longctx.serving.kv_cache.tiers.page_file import PageChecksum
-from longctx.serving.kv_cache.tiers.page_reader import PageReader
-from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open_remote, remote_name
+from longctx.serving.kv_cache.tiers.loader import PageLoader
+from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.store_queue import StoreQueue
-from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, WriteBackQueue, Writer
-from longctx.serving.validation import check_integer
+from longctx.serving.kv_cache.tiers.writer import StoreQueue, Writer
 
 _MOST_QUEUE_BYTES = 2**30
 _MOST_PREFETCHES = 8
@@ -84,27 +81,23 @@ class TieredStore:
         self._stats = TierStats()
         self._host = HostTier(memory, eviction)
         self._disk = DiskTier(Path(disk), layout, part, fingerprint, disk_bytes, eviction) if disk is not None else None
-        self._reader = PageReader(part, fingerprint, memory, self._disk)
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
         self._is_closed = False
         self._fingerprint = fingerprint
-        self._probe = None if remote is None else RemoteProbe(remote)
-        self._store_queue = StoreQueue(
-            self._lock, part, PageChecksum(fingerprint), self._host, self._stats, queue_bytes, self._has, self._keep
-        )
+        self._remote, self._probe = remote, None if remote is None else RemoteProbe(remote)
+        most, checksum = queue_bytes // memory.page_bytes, PageChecksum(fingerprint, part)
+        self._store_queue = StoreQueue(self._lock, part, checksum, self._host, self._stats, most, self._has, self._keep)
         self._loader = PageLoader(
-            self._lock, layout, part, self._reader, self._host, self._disk, remote, self._stats, self._admit
+            self._lock, layout, part, fingerprint, self._host, self._disk, remote, self._stats, self._admit
         )
         self._writers: list[Writer] = []
-        if self._disk is not None:
-            queue = WriteBackQueue(queue_bytes, self._page_bytes, eviction)
-            self._writers.append(DiskWriter(self._lock, self._host, queue, self._stats.disk, self._disk, self._pins))
-        if remote is not None:
-            queue = WriteBackQueue(queue_bytes, self._page_bytes, eviction)
-            self._writers.append(
-                RemoteWriter(self._lock, self._host, queue, self._stats.remote, remote, fingerprint, part)
-            )
+        for name, is_there, counters, write in (
+            ("kv-write", self._disk is not None, self._stats.disk, self._write_to_disk),
+            ("kv-write-remote", remote is not None, self._stats.remote, self._write_to_remote),
+        ):
+            if is_there:
+                self._writers.append(Writer(self._lock, self._host, self._stats, counters, most, name, write))
 
     # What is there
 
@@ -156,6 +149,11 @@ class TieredStore:
                 return "host"
             return "disk" if self._disk is not None and key in self._disk else None
 
+    @property
+    def num_loads(self) -> int:
+        """Loads in progress, also those that only bring pages to host memory."""
+        return self._loader.num_loads
+
     # Pages that leave the devices
 
     def wanted(self, stores: Sequence[PageStore]) -> list[PageStore]:
@@ -172,11 +170,9 @@ class TieredStore:
 
     # Pages that return
 
-    def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> TierFetch:
+    def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> Arrivals:
         """Begin to load pages, up to the first that no tier has or that is wrong. See `PageSource`."""
-        fetch = TierFetch(keys, self.part, wake, self._release)
-        self._loader.begin(keys, fetch)
-        return fetch
+        return self._loader.fetch(keys, wake)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Bring pages that a waiting request will need to host memory, when there is nothing more urgent.
@@ -185,8 +181,8 @@ class TieredStore:
         """
         with self._lock:
             is_needed = not all(key in self._host for key in keys)
-        if is_needed and self._loader.num_loads < _MOST_PREFETCHES:
-            self._loader.begin(keys[: max(1, self._host.memory.num_slots // 4)], None)
+        if is_needed and self.num_loads < _MOST_PREFETCHES:
+            self._loader.prefetch(keys[: max(1, self._host.memory.num_slots // 4)])
 
     # Keeping and forgetting
 
@@ -205,8 +201,8 @@ class TieredStore:
             pinned = []
             for key in keys:
                 self._pins[key] = max(until, self._pins.get(key, until))
-                in_host = key in self._host and self._host.index.pin(key, until)
-                on_disk = self._disk is not None and self._disk.pin(key, until)
+                in_host = key in self._host and self._host.index.pin(key)
+                on_disk = self._disk is not None and self._disk.pin(key)
                 pinned.append(in_host or on_disk)
             return pinned.index(False) if False in pinned else len(pinned)
 
@@ -214,21 +210,10 @@ class TieredStore:
         """Let pages go when their turn comes, even if they were pinned."""
         with self._lock:
             for key in keys:
-                self._pins.pop(key, None)
-            for key in keys:
-                if key in self._host:
-                    self._host.index.unpin(key)
-            if self._disk is not None:
-                self._disk.unpin(keys, self._pins)
-
-    def with_followers(self, keys: Sequence[Key]) -> list[Key]:
-        """Pages and those in host memory and on disk that come after them."""
-        with self._lock:
-            parents = self._host.parents | ({} if self._disk is None else self._disk.parents)
-        return with_followers(keys, parents)
+                self._unpin(key)
 
     def forget(self, key: Key) -> None:
-        """Find a page no more, not even after a restart. Other pages of its file go with it from the disk."""
+        """Find a page no more, not even after a restart."""
         with self._lock:
             self._store_queue.forget(key)
             self._host.forget(key)
@@ -271,8 +256,6 @@ class TieredStore:
         deadline = time.monotonic() + timeout
         with self._lock:
             while not self._is_idle:
-                for writer in self._writers:
-                    writer.hurry()
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._lock.wait(left):
                     return self._is_idle
@@ -310,22 +293,17 @@ class TieredStore:
         """
         out = np.empty(self._host.memory.pages.shape[1:], self.layout.bits)
         with self._lock:
-            page, pieces = self._host.find(key), []
+            page = self._host.find(key)
             if page is not None:
                 self._host.hold(page)
-            elif self._disk is not None:
-                pieces = self._disk.find(key)
+            file = self._disk.find(key) if page is None and self._disk is not None else None
         try:
-            if page is not None:
-                np.copyto(out, self._host.memory.pages[page.slot])
-                return out if self._reader.check([page]) else None
-            return out if pieces and self._reader.read_disk([pieces], [out]).sums else None
+            found = page or file
+            return out if found is not None and self._loader.read(found, out) else None
         finally:
-            with self._lock:
-                if page is not None:
+            if page is not None:
+                with self._lock:
                     self._host.release(page)
-                elif self._disk is not None:
-                    self._disk.release(pieces)
 
     @property
     def stats(self) -> TierStats:
@@ -336,13 +314,11 @@ class TieredStore:
             host.pages, host.num_bytes = len(self._host.index), self._host.index.used
             host.pinned_bytes = self._host.index.pinned
             if self._disk is not None:
-                disk.evicted, disk.pages = self._disk.num_evicted, len(self._disk)
+                disk.evicted, disk.pages = self._disk.index.num_evicted, len(self._disk)
                 disk.num_bytes, disk.pinned_bytes = self._disk.index.used, self._disk.index.pinned
                 disk.corrupt += self._disk.num_unusable
-            waiting = self._store_queue.num_pages * self._page_bytes + sum(writer.num_bytes for writer in self._writers)
-            errors = [self._stats.last_error, *(writer.last_error for writer in self._writers)]
-            error = next(filter(None, errors), "")
-            return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting, last_error=error)
+            waiting = (len(self._store_queue) + sum(len(writer) for writer in self._writers)) * self._page_bytes
+            return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting)
 
     @property
     def _page_bytes(self) -> int:
@@ -350,7 +326,7 @@ class TieredStore:
 
     @property
     def _is_idle(self) -> bool:
-        return not self._store_queue.num_pages and all(writer.is_idle for writer in self._writers)
+        return not len(self._store_queue) and not any(len(writer) for writer in self._writers)
 
     def _has(self, key: Key) -> bool:
         return key in self._host or (self._disk is not None and key in self._disk)
@@ -361,17 +337,21 @@ class TieredStore:
         if now < self._next_expiry:
             return
         for key in [key for key, until in self._pins.items() if until <= now]:
-            del self._pins[key]
+            self._unpin(key)
         self._next_expiry = min(self._pins.values(), default=math.inf)
-        self._host.index.expire(now)
+
+    def _unpin(self, key: Key) -> None:
+        self._pins.pop(key, None)
+        if key in self._host:
+            self._host.index.unpin(key)
         if self._disk is not None:
-            self._disk.index.expire(now)
+            self._disk.unpin(key)
 
     def _admit(self, page: HostPage, checksum: int) -> bool:
         """Let a complete page be found in host memory; False if another one with its key can be found already."""
         is_new = self._host.commit(page, checksum)
-        if is_new and (until := self._pins.get(page.name.key)) is not None:
-            self._host.index.pin(page.name.key, until)
+        if is_new and page.name.key in self._pins:
+            self._host.index.pin(page.name.key)
         return is_new
 
     def _keep(self, page: HostPage, checksum: int) -> bool:
@@ -382,10 +362,38 @@ class TieredStore:
                 writer.add(page)
         return is_new
 
-    def _release(self, pages: Sequence[HostPage]) -> None:
+    def _write_to_disk(self, page: HostPage) -> None:
+        disk, writer, key = self._disk, self._writers[0], page.name.key
+        assert disk is not None
         with self._lock:
-            for page in reversed(pages):
-                self._host.release(page)
+            if page not in writer or key in disk:
+                return
+            planned = disk.plan(page.name)
+            if planned is None:
+                self._stats.disk.dropped += 1
+                return
+        file, paths_to_delete = planned
+        disk.delete(paths_to_delete)
+        disk.write(file, self._host.memory.buffer(page.slot), page.checksum)
+        with self._lock:
+            if is_wanted := page in writer:
+                disk.commit(file)
+                if key in self._pins:
+                    disk.pin(key)
+                self._stats.disk.stored += 1
+                self._stats.disk.bytes_written += file.size
+        if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart
+            disk.delete([file.path])
+
+    def _write_to_remote(self, page: HostPage) -> None:
+        assert self._remote is not None
+        name = remote_name(self._fingerprint, page.name.key, self.part)
+        value = page.checksum.to_bytes(CHECKSUM_BYTES, "little") + self._host.memory.buffer(page.slot)
+        is_kept = self._remote.put(name, value)
+        with self._lock:
+            self._stats.remote.stored += is_kept
+            self._stats.remote.dropped += not is_kept
+            self._stats.remote.bytes_written += len(value) * is_kept
 
 
 def open_store(

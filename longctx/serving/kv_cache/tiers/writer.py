@@ -1,268 +1,229 @@
-"""Writing pages below host memory, in the background: into files of many pages, and to a remote store.
+"""Pages on their way: from the devices into host memory, and from there to the disk and to a remote store.
 
-Each has a thread and a queue of its own, so that one which hangs delays no other. A queue has a limit in bytes; beyond
-it the coldest pages are dropped.
+Each way has a thread and a queue of its own, so that one which hangs delays no other. A queue has a limit; pages beyond
+it are dropped.
 """
 
+import itertools
+import logging
+import queue
 import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
-from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier
-from longctx.serving.kv_cache.tiers.index import TierIndex
-from longctx.serving.kv_cache.tiers.page_file import PageRecord
-from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierCounters
+from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum, PageName
+from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
+
+logger = logging.getLogger(__name__)
+
+URGENT, IN_THE_BACKGROUND = 0, 1
+_LAST = 2
 
 
-class WriteBackQueue:
-    """First in, first out. What is dropped for room is chosen as a tier chooses: by the rule, from tails of chains.
+class Workers:
+    """Threads with one queue of jobs. A job's exception is logged, and ends that job only."""
 
-    Attributes:
-      num_bytes: that wait. since: when the oldest of them came, in seconds of the caller's clock.
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._serials = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None], urgency: int = URGENT) -> None:
+        """Do a job after those that are as urgent, or more."""
+        self._jobs.put((urgency, next(self._serials), job))
+
+    def close(self, timeout: float) -> None:
+        """End when all jobs are done; wait at most `timeout` seconds."""
+        for _ in self._threads:
+            self._jobs.put((_LAST, next(self._serials), None))
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()[2]) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a job of %s failed", threading.current_thread().name)
+
+
+class StoreQueue:
+    """Pages on their way from the devices into host memory, at most `most_pages` of them; more are dropped.
+
+    `lock` guards the tiers and the counters. All methods but `close` are called under the lock, and wait for nothing.
     """
 
-    def __init__(self, capacity: int, page_bytes: int, eviction: str) -> None:
-        self._page_bytes = page_bytes
-        self._index: TierIndex[Key] = TierIndex(capacity, eviction)
-        self._waiting: dict[Key, tuple[HostPage, float]] = {}
+    def __init__(
+        self,
+        lock: threading.Condition,
+        part: PageSlice,
+        checksum: PageChecksum,
+        host: HostTier,
+        stats: TierStats,
+        most_pages: int,
+        is_there: Callable[[Key], bool],
+        keep: Callable[[HostPage, int], bool],
+    ) -> None:
+        """`keep(page, checksum)` lets a complete page be found; False: another one with its key is there already."""
+        self._lock, self._part, self._checksum, self._host = lock, part, checksum, host
+        self._stats, self._is_there, self._keep = stats, is_there, keep
+        self._most = most_pages
+        self._arriving: dict[Key, PageRead] = {}
+        self._workers = Workers(1, "kv-store")
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._arriving)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._waiting
+    def wanted(self, stores: Sequence[PageStore]) -> list[PageStore]:
+        """Pages that are neither there nor on their way, as many as may come."""
+        missing = {
+            store.key: store for store in stores if store.key not in self._arriving and not self._is_there(store.key)
+        }
+        room = max(0, self._most - len(self._arriving))
+        self._stats.host.dropped += max(0, len(missing) - room)
+        return list(missing.values())[:room]
 
-    @property
-    def num_bytes(self) -> int:
-        return self._index.used
+    def put(self, stores: Sequence[PageStore], read: PageRead) -> None:
+        """Wait for pages in another thread, and keep those that are wanted."""
+        keys = {store.key for store in self.wanted(stores)}
+        if keys:
+            self._arriving.update(dict.fromkeys(keys, read))
+            self._workers.submit(lambda: self._store(stores, keys, read))
 
-    @property
-    def since(self) -> float | None:
-        return next((when for _, when in self._waiting.values()), None)
+    def forget(self, key: Key) -> None:
+        """Don't keep a page that is on its way."""
+        self._arriving.pop(key, None)
 
-    def add(self, page: HostPage, now: float) -> list[HostPage]:
-        """Let a page wait; returns those that don't wait any more, which may be this one."""
-        key, parent, number = page.name
-        if key in self._waiting:
-            return [page]
-        evicted = self._index.make_room(self._page_bytes)
-        dropped = [self._waiting.pop(name)[0] for name in evicted]
-        if not self._index.has_room(self._page_bytes):
-            return [*dropped, page]
-        self._index.add(key, self._page_bytes, number, parent or None)
-        self._waiting[key] = page, now
-        return dropped
+    def clear(self) -> None:
+        """Keep no page that is on its way."""
+        self._arriving.clear()
 
-    def take(self, max_bytes: int) -> list[HostPage]:
-        """Return the pages that came first, at most `max_bytes` together, and at least one if there is one."""
-        keys = list(self._waiting)[: max(1, max_bytes // self._page_bytes)]
-        return [self._pop(key) for key in keys]
+    def close(self, timeout: float) -> None:
+        """End when all pages have come. It is called without the lock."""
+        self._workers.close(timeout)
 
-    def clear(self) -> list[HostPage]:
-        """Let nothing wait; returns what did."""
-        return [self._pop(key) for key in list(self._waiting)]
+    def _store(self, stores: Sequence[PageStore], keys: set[Key], read: PageRead) -> None:
+        pages: list[HostPage | None] = [None] * len(stores)
+        sums: list[int | None] = [None] * len(stores)
+        try:
+            blocks = read.result()
+            with self._lock:
+                for row, store in enumerate(stores):
+                    if store.key in keys and self._arriving.get(store.key) is read:
+                        pages[row] = self._host.reserve(PageName(store.key, store.parent, store.number))
+            memory = self._host.memory
+            outs = [None if page is None else memory.pages[page.slot] for page in pages]
+            complete = assemble(blocks, outs, self._part)
+            for row, page in enumerate(pages):
+                if page is not None and complete[row]:
+                    sums[row] = self._checksum(page.name.key, memory.buffer(page.slot))
+        except Exception as error:
+            with self._lock:
+                self._stats.host.failed += 1
+                self._stats.last_error = str(error) or repr(error)
+        finally:
+            with self._lock:
+                for store, page, checksum in zip(stores, pages, sums, strict=True):
+                    self._finish(store.key, page, checksum, store.key in keys, read)
+                self._lock.notify_all()
 
-    def forget(self, key: Key) -> HostPage | None:
-        """Let a page wait no more; None if it didn't."""
-        return self._pop(key) if key in self._waiting else None
+    def _finish(self, key: Key, page: HostPage | None, checksum: int | None, is_kept: bool, read: PageRead) -> None:
+        """Let a page be found, if it has come whole and has not been forgotten meanwhile."""
+        is_wanted = is_kept and self._arriving.get(key) is read
+        if is_wanted:
+            del self._arriving[key]
+            if page is not None and checksum is not None and self._keep(page, checksum):
+                self._stats.host.stored += 1
+                self._stats.host.bytes_written += self._host.memory.page_bytes
+            else:
+                self._stats.host.dropped += 1
+        if page is not None:
+            self._host.release(page)
 
-    def _pop(self, key: Key) -> HostPage:
-        self._index.remove(key)
-        return self._waiting.pop(key)[0]
 
-
-FILE_BYTES = 32 * 2**20
-LINGER_SECONDS = 0.5  # for which a page waits for others to fill its file
-
-
-class Writer(ABC):
-    """Takes complete pages of host memory, each held until it is written or dropped.
+class Writer:
+    """Writes complete pages of host memory to a tier below it, each held until it is written or dropped.
 
     A page that can't be written is dropped: it stays in host memory until it is evicted there. `lock` guards the tiers
     and the counters; all methods but `close` are called under it.
 
-    Attributes:
-      last_error: the last error, for people.
+    Args:
+      write: writes a page, without the lock. A page that is not `in` the writer any more must not be found after it.
     """
 
     def __init__(
-        self, lock: threading.Condition, host: HostTier, queue: WriteBackQueue, counters: TierCounters, name: str
+        self,
+        lock: threading.Condition,
+        host: HostTier,
+        stats: TierStats,
+        counters: TierCounters,
+        most_pages: int,
+        name: str,
+        write: Callable[[HostPage], None],
     ) -> None:
-        self._lock, self._host, self._queue, self._counters = lock, host, queue, counters
-        self._at_work: set[Key] = set()  # less those that have been forgotten
-        self._is_busy = self._is_hurried = self._is_closed = False
-        self.last_error = ""
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._lock, self._host, self._stats, self._counters = lock, host, stats, counters
+        self._most, self._write = most_pages, write
+        self._waiting: dict[Key, HostPage] = {}  # and the one that is being written
+        self._workers = Workers(1, name)
+        self._is_closed = False
 
-    @abstractmethod
-    def _write(self, pages: list[HostPage]) -> None:
-        """Write pages, without the lock. Those whose keys are not `_at_work` any more must not be found after it."""
+    def __contains__(self, page: HostPage) -> bool:
+        """Whether a page is still to be written."""
+        return self._waiting.get(page.name.key) is page
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits or is being written."""
-        return not self._queue and not self._is_busy
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pages that wait."""
-        return self._queue.num_bytes
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, page: HostPage) -> None:
         """Write a page in time."""
-        if not self._is_closed and page.name.key not in self._at_work:
-            self._host.hold(page)
-            self._drop(self._queue.add(page, time.monotonic()))
-            self._lock.notify_all()
-
-    def hurry(self) -> None:
-        """Write what waits without waiting for more."""
-        self._is_hurried = True
-        self._lock.notify_all()
+        if self._is_closed or page.name.key in self._waiting:
+            return
+        if len(self._waiting) >= self._most:
+            self._counters.dropped += 1
+            return
+        self._host.hold(page)
+        self._waiting[page.name.key] = page
+        self._workers.submit(lambda: self._write_next(page))
 
     def forget(self, key: Key) -> None:
         """Don't write a page; one that is being written won't be found."""
-        page = self._queue.forget(key)
-        if page is not None:
+        if (page := self._waiting.pop(key, None)) is not None:
             self._host.release(page)
-        self._at_work.discard(key)
 
     def clear(self) -> None:
         """Write no page that waits; those that are being written won't be found."""
-        for page in self._queue.clear():
-            self._host.release(page)
-        self._at_work.clear()
+        for key in list(self._waiting):
+            self.forget(key)
 
     def close(self, timeout: float) -> None:
         """End; what waits is dropped. It is called without the lock."""
         with self._lock:
             self._is_closed = True
-            self._drop(self._queue.clear())
-            self._lock.notify_all()
-        self._thread.join(timeout)
+            self._counters.dropped += len(self._waiting)
+            self.clear()
+        self._workers.close(timeout)
 
-    def _drop(self, pages: Sequence[HostPage]) -> None:
-        self._counters.dropped += len(pages)
-        for page in pages:
-            self._host.release(page)
-
-    def _fail(self, error: Exception, num_pages: int) -> None:
+    def _write_next(self, page: HostPage) -> None:
         with self._lock:
-            self._counters.failed += 1
-            self._counters.dropped += num_pages
-            self.last_error = str(error) or repr(error)
-
-    def _work(self) -> None:
-        while (pages := self._next()) is not None:
-            try:
-                self._write(pages)
-            except Exception as error:
-                self._fail(error, len(pages))
-            finally:
-                with self._lock:
-                    for page in pages:
-                        self._host.release(page)
-                    self._at_work.clear()
-                    self._is_busy = False
-                    self._lock.notify_all()
-
-    def _next(self) -> list[HostPage] | None:
-        """Wait for the next pages to write; None: the writer is closed."""
-        with self._lock:
-            while not self._is_closed and not self._is_due:
-                self._lock.wait(LINGER_SECONDS if self._queue else None)
-            if self._is_closed:
-                return None
-            pages = self._queue.take(FILE_BYTES)
-            self._at_work, self._is_busy = {page.name.key for page in pages}, True
-            if not self._queue:
-                self._is_hurried = False
-            return pages
-
-    @property
-    def _is_due(self) -> bool:
-        since = self._queue.since
-        return since is not None and (
-            self._is_hurried or self._queue.num_bytes >= FILE_BYTES or time.monotonic() - since >= LINGER_SECONDS
-        )
-
-
-class DiskWriter(Writer):
-    """Writes pages to files of a disk tier."""
-
-    def __init__(
-        self,
-        lock: threading.Condition,
-        host: HostTier,
-        queue: WriteBackQueue,
-        counters: TierCounters,
-        disk: DiskTier,
-        pins: dict[Key, float],
-    ) -> None:
-        """`pins`: until when pages are pinned, also those that get to the disk in future."""
-        self._disk, self._pins = disk, pins
-        super().__init__(lock, host, queue, counters, "kv-write")
-
-    def _write(self, pages: list[HostPage]) -> None:
-        disk = self._disk
-        with self._lock:
-            pages = [page for page in pages if page.name.key not in disk and page.name.key in self._at_work]
-            records = [PageRecord(*page.name, page.checksum) for page in pages]
-            planned = disk.plan(records) if records else None
-            if planned is None:
-                self._counters.dropped += len(pages)
+            if page not in self:
                 return
-        file, paths_to_delete = planned
+            self._host.hold(page)
         try:
-            disk.write(file, [self._host.memory.buffer(page.slot) for page in pages], paths_to_delete)
-        except OSError as error:
-            self._fail(error, len(pages))
-            return
-        with self._lock:
-            is_wanted = all(record.key in self._at_work for record in records)
-            if is_wanted:
-                disk.commit(file)
-                for record in records:
-                    if (until := self._pins.get(record.key)) is not None:
-                        disk.pin(record.key, until)
-                self._counters.stored += len(pages)
-                self._counters.bytes_written += file.size
-        if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart
-            disk.delete([file.path])
-
-
-class RemoteWriter(Writer):
-    """Writes pages to a remote store."""
-
-    def __init__(
-        self,
-        lock: threading.Condition,
-        host: HostTier,
-        queue: WriteBackQueue,
-        counters: TierCounters,
-        remote: RemoteStore,
-        fingerprint: bytes,
-        part: PageSlice,
-    ) -> None:
-        self._remote, self._fingerprint, self._part = remote, fingerprint, part
-        super().__init__(lock, host, queue, counters, "kv-write-remote")
-
-    def _write(self, pages: list[HostPage]) -> None:
-        for page in pages:
-            name = remote_name(self._fingerprint, page.name.key, self._part)
-            value = page.checksum.to_bytes(CHECKSUM_BYTES, "little") + self._host.memory.buffer(page.slot)
-            try:
-                is_kept = self._remote.put(name, value)
-            except Exception as error:
-                self._fail(error, 1)
-                continue
+            self._write(page)
+        except Exception as error:
             with self._lock:
-                self._counters.stored += is_kept
-                self._counters.dropped += not is_kept
-                self._counters.bytes_written += len(value) * is_kept
+                self._counters.failed += 1
+                self._counters.dropped += 1
+                self._stats.last_error = str(error) or repr(error)
+        finally:
+            with self._lock:
+                if page in self:
+                    self.forget(page.name.key)
+                self._host.release(page)
+                self._lock.notify_all()

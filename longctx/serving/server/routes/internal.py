@@ -1,4 +1,4 @@
-"""Routes between servers: moving requests, and the control of a cluster's instances by its router.
+"""Routes by which a cluster's router sends requests to its instances, and controls them.
 
 `AuthMiddleware` lets administrators alone use them, where there are keys.
 """
@@ -17,7 +17,7 @@ from longctx.serving.server.frontend import ActiveCall, CallStream
 from longctx.serving.server.kv_events import block_hash
 from longctx.serving.server.relay import encode_events
 from longctx.serving.server.request_parser import ParsedCall
-from longctx.serving.server.schemas import CompletionBody, DrainBody, MigrateBody, ResumeBody, SwapBody, body_of
+from longctx.serving.server.schemas import CompletionBody, DrainBody, ResumeBody, SwapBody, body_of
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import Transfers
 
@@ -28,21 +28,6 @@ _SWAP_SECONDS = 30.0
 def internal_router(server: Server) -> APIRouter:
     """Return the routes that other servers use."""
     router = APIRouter(tags=["internal"])
-
-    @router.post("/migrate", openapi_extra=body_of(MigrateBody))
-    async def migrate(request: Request) -> JSONResponse:
-        """Move running requests to another server, which must know the same key. Their streams go on here."""
-        _transfers(server)
-        body = await server.bodies.fields(request, MigrateBody)
-        if server.migration is None:
-            raise ApiError(503, "the server is not ready yet: see /ready", None, "server_is_overloaded", 1.0)
-        migration, authorization = server.migration, request.headers.get("authorization")
-        url = migration.resume_url(body.to)
-        was_draining, server.is_draining = server.is_draining, server.is_draining or body.drain
-        moved = await migration.move(url, _ids(server, body), authorization)
-        if moved.kept and not moved.moved:  # the other server is not there, or not for these requests
-            server.is_draining = was_draining
-        return JSONResponse({**moved._asdict(), "draining": server.is_draining})
 
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
     async def resume(request: Request) -> CallStream:
@@ -88,13 +73,6 @@ def _transfers(server: Server) -> Transfers:
     if server.transfers is None:
         raise ApiError(409, "this server moves no requests: start it with --role", code="cannot_move")
     return server.transfers
-
-
-def _ids(server: Server, body: MigrateBody) -> list[str]:
-    """Return the engine's ids of the requests that clients, or their answers, call so."""
-    names = body.request_ids
-    calls = [*server.calls.values()] if names is None else [call for name in names for call in server.find(name)]
-    return list(dict.fromkeys(request_id for call in calls for request_id in call.request_ids))
 
 
 def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:

@@ -1,29 +1,27 @@
-"""Pages that have come and wait for the engine: the receiving end of every way of transfer."""
+"""Pages that have come and wait for the engine: the receiving end of tiers and of every way of transfer."""
 
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.connector import MissingParts, PageBlock
 from longctx.serving.kv_cache.page_layout import PageSlice
 
 
 class Arrivals:
-    """`PageFetch` that threads of a transfer fill, in any order of blocks.
+    """`PageFetch` that threads of a tier or a transfer fill, in any order of blocks.
 
     Args:
       num_pages: of the load. want: the part of them that is fetched.
       wake: called when blocks have come, and at the end.
       on_taken: called with the tag of each block that the engine has taken, or will not take.
       on_close: called once, when the engine closes the fetch.
-      stats: where its outcome is counted.
+      on_outcome: called once, with how it ended.
 
     Attributes:
-      outcome: how it ended; None: it has not.
+      outcome: how it ended; None: it has not. `complete`: all pages came. `dropped`: it was closed before.
+      num_come: leading pages of which all has come.
     """
 
     def __init__(
@@ -33,33 +31,30 @@ class Arrivals:
         wake: Callable[[], Any],
         on_taken: Callable[[Any], None],
         on_close: Callable[[], None],
-        stats: TransferStats,
+        on_outcome: Callable[[Any], None],
     ) -> None:
-        self._want, self._wake, self._on_taken, self._on_close = want, wake, on_taken, on_close
-        self._lock, self._stats = threading.Lock(), stats
-        layers, heads = (stop - first for first, stop in want)
-        self._has = np.zeros((num_pages, layers, heads), bool)  # which layers and heads of each page have come
-        self._num_come = self._num_taken = 0  # leading pages that are there in full
-        self._blocks: deque[tuple[PageBlock, Any, int]] = deque()  # with their tags, and `_num_come` after them
+        self._wake, self._on_taken, self._on_close, self._on_outcome = wake, on_taken, on_close, on_outcome
+        self._lock = threading.Lock()
+        self._total, self._missing = num_pages, MissingParts.of(num_pages, want)
+        self.num_come = self._num_taken = 0
+        self._blocks: deque[tuple[PageBlock, Any, int]] = deque()  # with their tags, and `num_come` after them
         self._is_closed = False
-        self.outcome: Outcome | None = None
+        self.outcome: Any = None
 
-    def put(self, block: PageBlock, tag: Any) -> bool:
+    def put(self, block: PageBlock, tag: Any = None) -> bool:
         """Add a block that was checked; returns False if it has ended before."""
         with self._lock:
             if self._is_closed or self.outcome is not None:
                 return False
-            layers, heads = block.part.within(self._want)
-            self._has[block.first : block.first + len(block.data), layers, heads] = True
-            while self._num_come < len(self._has) and self._has[self._num_come].all():
-                self._num_come += 1
-            self._blocks.append((block, tag, self._num_come))
-            if self._num_come == len(self._has):
+            self._missing.add(block)
+            self.num_come = self._missing.num_leading
+            self._blocks.append((block, tag, self.num_come))
+            if self.num_come == self._total:
                 self._set_outcome("complete")
         self._wake()
         return True
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: str) -> None:
         """Note that no more blocks will come. The first call counts."""
         with self._lock:
             if self.outcome is not None:
@@ -86,6 +81,10 @@ class Arrivals:
             return self._is_closed or (self.outcome is not None and not self._blocks)
 
     @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def num_pages(self) -> int:
         return self._num_taken
 
@@ -102,6 +101,6 @@ class Arrivals:
             self._on_taken(tag)
         self._on_close()
 
-    def _set_outcome(self, outcome: Outcome) -> None:
+    def _set_outcome(self, outcome: str) -> None:
         self.outcome = outcome
-        self._stats.add_outcome(outcome)
+        self._on_outcome(outcome)

@@ -1,4 +1,4 @@
-"""Pages of a prompt that another server computes: `RemotePrefill`, and `StagedPages` on their way to host memory.
+"""Pages that another server is still computing: `PendingSource`, and `StagedPages` on their way to host memory.
 
 Source: Mooncake, section 3 (steps 3 and 4): pages are received in the DRAM of the decoding node, and are loaded
 asynchronously when the request joins a batch.
@@ -26,26 +26,27 @@ _TAKEN_BYTES = 64 << 20  # at a time
 _POLL, _PUT_SECONDS = 0.005, 10.0  # while the host memory's queue takes pages, and for how long it may
 
 
-class RemotePrefill:
-    """`LeasedSource` of pages that come from one server after the other, until one has sent a page.
+class PendingSource:
+    """`LeasedSource` of pages whose sender is known later. Any thread may call it.
 
-    It is the `PageFetch` of its first fetch; another one ends at once, with nothing. Any thread may call it.
+    It is the `PageFetch` of its first fetch; another one ends at once, with nothing.
 
     Args:
-      cancel: ends the prefill, wherever it is. It must not wait.
+      cancel: is called when the pages are not needed any more and have not all come. It must not wait.
+      releases: whether the end of this releases the pages at their sender.
 
     Attributes:
       page_timeout: seconds for which the engine waits for the next page, see `PageMover`: the prompt may have to queue.
     """
 
-    def __init__(self, cancel: Callable[[], object]) -> None:
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[], object], releases: bool = True) -> None:
+        self._cancel, self._releases = cancel, releases
         self._lock = threading.Lock()  # of all that follows
         self._source: LeasedSource | None = None
         self._keys: list[Key] | None = None  # that are fetched
         self._wake: Callable[[], Any] = lambda: None
         self._inner: PageFetch | None = None
-        self._is_settled = self._is_over = self._is_complete = False
+        self._is_over = self._has_come = False
         self.page_timeout = 30.0
 
     # The engine calls these.
@@ -59,31 +60,26 @@ class RemotePrefill:
         return self
 
     def release(self) -> None:
-        """End the prefill: the pages are not needed, or are all there."""
+        """End it: the pages are not needed, or are all there."""
         with self._lock:
-            self._is_over = self._is_settled = True
+            self._is_over, inner = True, self._inner
             source, self._source = self._source, None
-        if not self._is_complete:  # else it is about to end
+        if inner is None or inner.num_pages < len(self._keys or ()):  # else what computes them is about to end
             self._cancel()
-        if source is not None:
+        if source is not None and self._releases:
             source.release()
         self._wake()
 
     def take(self, max_bytes: int) -> list[PageBlock]:
         with self._lock:
-            if self._inner is None:
-                return []
-            blocks = self._inner.take(max_bytes)
-            self._is_settled = self._is_settled or bool(blocks)
-            is_useless = not blocks and self._inner.is_over and not self._is_settled
-        if is_useless:  # its pages don't come, whatever it computes
-            self._cancel()
+            blocks = [] if self._inner is None else self._inner.take(max_bytes)
+            self._has_come = self._has_come or bool(blocks)
         return blocks
 
     @property
     def is_over(self) -> bool:
         with self._lock:
-            return self._is_over or (self._is_settled and (self._inner is None or self._inner.is_over))
+            return self._is_over or (self._inner is not None and self._inner.is_over)
 
     @property
     def num_pages(self) -> int:
@@ -91,50 +87,35 @@ class RemotePrefill:
         return 0 if inner is None else inner.num_pages
 
     def close(self) -> None:
-        """End the fetch, and the prefill unless all pages have come."""
-        with self._lock:
-            inner = self._inner
-            self._is_complete = inner is not None and inner.num_pages == len(self._keys or ())
-        if not self._is_complete:
+        """End the fetch, and what computes the pages unless all have come."""
+        inner = self._inner
+        if inner is None or inner.num_pages < len(self._keys or ()):
             self.release()
         if inner is not None:
             inner.close()
 
-    # The dispatcher calls these.
+    # Whoever finds the sender calls these.
 
     def begin(self, source: LeasedSource, page_timeout: float) -> bool:
-        """Take pages from a server that is about to be asked; False: they are not needed any more.
+        """Take pages from their sender; False: they are not needed any more, or have a sender.
 
         Args:
+          source: of the pages.
           page_timeout: seconds after which the engine gives up if no page has come.
         """
-        self.page_timeout = page_timeout
         with self._lock:
-            if self._is_over:
+            if self._is_over or self._source is not None:
                 return False
-            self._source = source
+            self._source, self.page_timeout = source, page_timeout
             if self._keys is not None:
                 self._inner = source.fetch(self._keys, self._wake)
         self._wake()
         return True
 
-    def end(self) -> bool:
-        """Leave a server that has refused or failed; returns whether another may be asked: this one sent no page."""
+    def settle(self, has_failed: bool = False) -> None:
+        """End it if it has no sender, or one that `has_failed` before it sent a page: none will come."""
         with self._lock:
-            if self._is_settled:
-                return False
-            source, self._source = self._source, None
-            inner, self._inner = self._inner, None
-        if inner is not None:
-            inner.close()
-        if source is not None:
-            source.release()
-        return True
-
-    def settle(self) -> None:
-        """Note that no other server will be asked."""
-        with self._lock:
-            self._is_settled = True
+            self._is_over = self._is_over or self._source is None or (has_failed and not self._has_come)
         self._wake()
 
 
@@ -154,23 +135,20 @@ class StagedPages:
     """Pages of one prompt on their way to the host tier of an engine, before their request enters it.
 
     Args:
-      store: the tiers. source: of the pages.
+      store: the tiers.
+      source: of the pages.
       pages: in order; `page` of each is not used.
-      call: calls something in the loop that runs `run`.
+      loop: runs `run`.
 
     Attributes:
       ready: ends when all pages are in host memory that will come. Those that did not come are computed.
     """
 
     def __init__(
-        self,
-        store: TieredStore,
-        source: LeasedSource,
-        pages: List[PageStore],
-        call: Callable[[Callable[[], object]], object],
+        self, store: TieredStore, source: LeasedSource, pages: List[PageStore], loop: asyncio.AbstractEventLoop
     ) -> None:
         self.ready: Future[None] = Future()
-        self._store, self._source, self._pages, self._call = store, source, list(pages), call
+        self._store, self._source, self._pages, self._loop = store, source, list(pages), loop
         self._blocks: list[PageBlock] = []
         self._is_released = False
         self._woken = asyncio.Event()
@@ -184,11 +162,11 @@ class StagedPages:
         """Stop: the request has ended. Pages that are there stay in the tier; it may be called from any thread."""
         self._is_released = True
         self._source.release()
-        self._call(self._woken.set)
+        self._wake()
 
     async def run(self) -> None:
-        """Receive the pages, in the loop of `call`."""
-        fetch = self._source.fetch([each.key for each in self._pages], lambda: self._call(self._woken.set))
+        """Receive the pages."""
+        fetch = self._source.fetch([each.key for each in self._pages], self._wake)
         heard, done = time.monotonic(), 0
         try:
             while not self._is_released:
@@ -212,6 +190,10 @@ class StagedPages:
             fetch.close()
             self._source.release()
             self.ready.set_result(None)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     async def _keep(self, first: int, stop: int) -> None:
         """Put complete pages into host memory; the queue there takes a part of them at a time."""

@@ -1,0 +1,280 @@
+"""`PrefillRequests`: has other servers compute prompts of this one, or lend the pages that they have of them.
+
+Which server that is, the request says: the conductor has chosen it. Pages come while later ones are computed: to host
+memory, if the engine has a tier there, and the request enters the engine afterwards; else the request waits in the
+engine with a slot and pages. The engine computes what follows the last full page itself and draws the first token. So
+no answer has to be waited for, and a failure only means that pages don't come, and are computed here.
+
+Source: Mooncake, section 3; algorithm 1 (blocks go from the instance that has most of a prefix to the one that computes
+the prompt, which has them too from then on: so hot blocks are replicated).
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from longctx.cluster.pending_pages import PendingSource, StagedPages
+from longctx.cluster.server_url import host_port, split_server_url
+from longctx.cluster.transfer.lease import make_lease_id
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.thread import Received
+from longctx.serving.kv_cache.connector import LeasedSource, PageStore
+from longctx.serving.kv_cache.tiers.store import TieredStore
+from longctx.serving.request.handoff import Handoff, Progress
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import TENANT_HEADER
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.schemas import PagePrefix
+
+_LOG = logging.getLogger(__name__)
+_MARGIN = 5.0  # a page may take so much longer than all is predicted to
+_MOST_SECONDS = 3600.0  # for a whole prompt
+_CONNECT_SECONDS = 2.0
+_KNOWN_SECONDS = 5.0  # for which it is believed where the pages of a server are
+_CLOSE_SECONDS = 5.0
+_FORWARDED = ("authorization", "x-request-id", "traceparent")  # headers of a request that say who sends it
+
+Answer = Literal["done", "refused", "failed", "cancelled"]
+"""How a prefill elsewhere ended: computed; refused for lack of room; failed; or not needed any more."""
+
+
+class _Timeouts(NamedTuple):
+    """Seconds until a server must have begun with a prompt; and at least for its next page."""
+
+    begin: float
+    page: float
+
+
+_COMPUTES, _LENDS = _Timeouts(10.0, 60.0), _Timeouts(3.0, 10.0)  # pages behind others' work; pages that are there
+
+
+class PrefillRequests:
+    """Requests to other servers, which compute prompts or lend pages, from a thread of its own.
+
+    Args:
+      engine: that the pages are for.
+      source: makes the source of a lease's pages at the addresses of a server, see `EngineMessenger.source`. ApiError:
+        pages may not come from there.
+      check_host: ApiError, unless requests may go to this host.
+
+    Attributes:
+      answers: how prefills elsewhere ended, see `Answer`.
+    """
+
+    def __init__(
+        self, engine: Engine, source: Callable[..., LeasedSource], check_host: Callable[[str], object]
+    ) -> None:
+        self._engine, self._source, self._check_host = engine, source, check_host
+        self.answers: Counter[Answer] = Counter()
+        self._known: dict[str, tuple[list[str], float]] = {}  # where the pages of servers are, and since when
+        self._running: set[Future[None]] = set()
+        self._staged: set[StagedPages] = set()
+        self._loop = asyncio.new_event_loop()
+        self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=20))
+        self._thread = threading.Thread(target=self._run, name="longctx prefill elsewhere", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_requests(self) -> int:
+        """Number of prompts that are being computed elsewhere."""
+        return len(self._running)
+
+    def close(self) -> None:
+        """End all prefills elsewhere, and the thread."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def ask(
+        self,
+        prepared: PreparedRequest,
+        headers: Mapping[str, str],
+        wanted: PagePrefix,
+        prefix: PagePrefix | None = None,
+        handoff: Handoff | None = None,
+    ) -> Received | None:
+        """Have a server compute a prompt's first tokens; returns what the request waits for; None: they are all here.
+
+        It never waits; one thread may call it, the event loop's.
+
+        Args:
+          prepared: the request.
+          headers: of the request. Those that say who sends it go along, as pages are found by the same tenant only.
+          wanted: the server, and how many tokens; None of them: all full pages before the prompt's last token.
+          prefix: from where that server gets the first pages.
+          handoff: what has been computed of the request, without pages.
+
+        Raises:
+          ApiError: it may not be asked.
+        """
+        for each in (wanted, prefix):
+            if each is not None:
+                self._check_url(each.url)
+        engine, size = self._engine, self._engine.config.page_size
+        length = (len(prepared.tokens) - 1) // size * size  # of all full pages before the prompt's last token
+        if wanted.tokens is not None:
+            length = min(length, wanted.tokens // size * size)
+        there = count_here(engine, prepared, length)
+        if there >= length:
+            return None
+        lends = wanted.tokens is not None
+        seconds = wanted.seconds
+        if seconds is None:
+            seconds = 0.0 if lends else engine.scheduler.forecast.prefill_seconds(there, length)
+        lease, count = make_lease_id(), length + 1 if lends else len(prepared.tokens)
+        sent = {name: headers[name] for name in _FORWARDED if name in headers}
+        sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}
+        pending = PendingSource(lambda: computing.cancel())
+        source = lambda addresses, begin: self._source(addresses, lease, _MOST_SECONDS, begin)  # noqa: E731
+        body = lambda: _body(prepared, lease, count, prefix, lends)  # noqa: E731
+        staged = self._stage(prepared, pending, there // size, length // size)
+        timeouts = _LENDS if lends else _COMPUTES
+        computing = self._start(self._compute(wanted.url.rstrip("/"), pending, source, body, sent, seconds, timeouts))
+        if staged is None:
+            return Received(_with_pages(prepared, handoff, lease, length), {lease: pending})
+        self._start(staged.run())
+        return Received(handoff, {}, staged)
+
+    def _check_url(self, url: str) -> None:
+        parts = split_server_url(url)
+        if parts is None:
+            raise ApiError(400, f"url must be http://HOST:PORT, got {url!r}", "url")
+        self._check_host(str(parts.hostname))
+
+    def _stage(self, prepared: PreparedRequest, source: LeasedSource, first: int, stop: int) -> StagedPages | None:
+        """Make the staging of a prompt's pages; None: the engine has no host memory, too little, or several of them."""
+        store = self._engine.pages.store
+        if not isinstance(store, TieredStore) or self._engine.process_group.num_processes > 1:
+            return None
+        waiting = sum(each.num_pages for each in tuple(self._staged))
+        if waiting + stop - first > store.pinnable_pages:  # those that wait would evict each other
+            return None
+        keys = prepared.shared_keys
+        parents, tenant = [b"", *keys], prepared.request.tenant
+        pages = [PageStore(keys[i], -1, i, tenant, parents[i]) for i in range(first, stop)]
+        staged = StagedPages(store, source, pages, self._loop)
+        self._staged.add(staged)
+        staged.ready.add_done_callback(lambda _: self._staged.discard(staged))
+        return staged
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run something in the thread."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return running
+
+    # The rest runs in the thread.
+
+    async def _compute(
+        self,
+        url: str,
+        pending: PendingSource,
+        source: Callable[[list[str], float], LeasedSource],
+        body: Callable[[], bytes],
+        headers: Mapping[str, str],
+        seconds: float,
+        timeouts: _Timeouts,
+    ) -> None:
+        answer: Answer = "failed"
+        try:
+            content = await asyncio.to_thread(body)  # a prompt may be long
+            addresses = await self._addresses(url, headers)
+            if pending.begin(source(addresses, timeouts.begin), max(timeouts.page, _MARGIN * seconds)):
+                answer = await self._post(url, content, headers)
+            else:
+                answer = "cancelled"
+        except asyncio.CancelledError:
+            answer = "cancelled"
+            raise
+        except (httpx.HTTPError, ApiError, KeyError, TypeError, ValueError) as error:
+            _LOG.info("longctx: %s can't be asked to read a prompt: %s", url, error)
+        finally:
+            self.answers[answer] += 1
+            if answer != "done":
+                pending.settle(has_failed=True)
+
+    async def _addresses(self, url: str, headers: Mapping[str, str]) -> list[str]:
+        """Ask where the pages of a server are, with the key of the request."""
+        now = time.monotonic()
+        self._known = {each: found for each, found in self._known.items() if now - found[1] <= _KNOWN_SECONDS}
+        if url not in self._known:  # another one may listen there by now
+            known = {name: value for name, value in headers.items() if name == "authorization"}
+            found = await self._client.get(f"{url}/server_info", headers=known, timeout=_CONNECT_SECONDS)
+            transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
+            first = host_port(str(transfer["host"]), int(transfer["port"]))
+            self._known[url] = [first, *map(str, transfer.get("followers", ()))], now
+        return self._known[url][0]
+
+    async def _post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        timeout = httpx.Timeout(_MOST_SECONDS, connect=_CONNECT_SECONDS)
+        answer = await self._client.post(f"{url}/v1/completions", content=body, headers=dict(headers), timeout=timeout)
+        if answer.status_code == 200:
+            return "done"
+        _LOG.info("longctx: %s reads no prompt: it answers %d", url, answer.status_code)
+        return "refused" if answer.status_code in (429, 503) else "failed"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._client.aclose())
+            self._loop.close()
+
+
+def count_here(engine: Engine, prepared: PreparedRequest, length: int) -> int:
+    """Count leading tokens of a prompt that an engine has; `length` if none can be shared, as none need to come."""
+    size, keys = engine.config.page_size, prepared.shared_keys[: length // engine.config.page_size]
+    if not keys:
+        return length
+    there, store = engine.scheduler.count_cached(keys), engine.pages.store
+    return there if store is None else there + store.look_up(keys[there // size :]) * size
+
+
+def _body(prepared: PreparedRequest, lease: str, count: int, prefix: PagePrefix | None, is_cached: bool) -> bytes:
+    """Make the body of the request to compute a prompt's first `count` tokens, and to keep their pages.
+
+    Args:
+      prefix: from where that server gets the first pages; None: it has or computes them.
+      is_cached: that server has all of them, and is to compute none.
+    """
+    request = prepared.request
+    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "lease": lease}
+    if prefix is not None:
+        params["prefix"] = prefix.to_dict()
+    if is_cached:
+        params["is_cached"] = True
+    body: dict[str, Any] = {"prompt": prepared.tokens[:count].tolist(), "max_tokens": 1, "temperature": 0}
+    body |= {"priority": request.priority, "kv_transfer_params": params}
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
+    return msgspec.json.encode(body)
+
+
+def _with_pages(prepared: PreparedRequest, handoff: Handoff | None, lease: str, length: int) -> Handoff:
+    """Make the handoff of a request whose prompt's first `length` tokens come under a lease.
+
+    The first completion to be admitted fetches the pages, which the others find in the cache.
+    """
+    if handoff is not None:
+        completions = tuple(each._replace(lease=lease, length=length) for each in handoff.completions)
+        return handoff._replace(completions=completions)
+    sampling = prepared.request.sampling
+    seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+    return Handoff(seed, (Progress(lease, length, ()),) * sampling.n)

@@ -1,1 +1,0 @@
-"""Prompts that other servers compute for this one, whose pages it fetches meanwhile."""

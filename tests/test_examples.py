@@ -1,0 +1,250 @@
+"""Files of `examples/` and the Dockerfile: commands have flags that exist, and names, ports and times fit together."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from serve_process import free_port, wait_until_ready
+
+from longctx import extras
+from longctx.cli import command_parser
+from longctx.cli.config_file import config_arguments
+from longctx.cli.serve_cluster import Secrets, engine_arguments, instance_arguments
+from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
+from longctx.cluster.config import read_cluster
+from longctx.serving.server.auth import OPEN_PATHS
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path for suffix in ("*.sh", "*.sbatch") for path in EXAMPLES.glob(f"*/{suffix}"))
+MANIFESTS = [EXAMPLES / name / "longctx.yaml" for name in ("cluster", "llama3_server")]
+TOML = sorted(path for name in ("cluster", "docker", "llama3_server") for path in (EXAMPLES / name).glob("*.toml"))
+COMPOSE = EXAMPLES / "docker" / "compose.yaml"
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def parse(folder: Path, arguments: list[str], is_whole: bool = True) -> argparse.Namespace:
+    """Return the flags of `longctx serve`, with those of the file in the folder that `--config` names."""
+    parser = command_parser("serve")
+    options = parser.parse_args(arguments)
+    if options.config is not None:
+        file = folder / options.config.name
+        options = parser.parse_args([*config_arguments(parser, file, arguments), *arguments])
+    options.kv_secret_file = options.join_key_file = None  # files that users make
+    if options.join and is_whole:
+        check_transfer_flags(argparse.Namespace(**vars(options) | {"kv_secret_file": Path("secret")}))
+        check_join_flags(options)
+    return options
+
+
+def commands_of(path: Path) -> list[argparse.Namespace]:
+    """Return the flags of the `longctx serve` of a script; variables are hosts, roles and numbers."""
+    text = re.sub(r"^ *#.*$", "", path.read_text(encoding="utf-8").replace("\\\n", " "), flags=re.MULTILINE)
+    plans = re.findall(r'\bplan="(.*)"$', text, re.MULTILINE) or [""]
+    found = []
+    for line in re.findall(r"\S+ serve (-.*)$", text, re.MULTILINE):
+        for plan in plans:
+            words = line.replace('"$@"', "").replace("$PEERS", "").replace("$plan", plan)
+            words = re.sub(r"\$role\b", "decode", words)
+            words = re.sub(r"\$\(\(.*?\)\)|\$\{\w+:-\d+\}", "3", words)
+            words = re.sub(r"(--(process-id|num-processes|port)[ =])\S+", r"\g<1>3", words)
+            split = shlex.split(re.sub(r"\$(\w+|\{\w+\})", "host", words))
+            found.append(parse(path.parent, split[: split.index("&")] if "&" in split else split))
+    return found
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_scripts_are_of_plain_sh_and_have_flags_that_exist(path: Path) -> None:
+    assert subprocess.run(["sh", "-n", str(path)], check=False).returncode == 0
+    assert os.access(path, os.X_OK) == path.name.endswith(".sh")
+    commands = commands_of(path)
+    assert bool(commands) == (path.parent.name != "multi_host")
+    for options in commands:
+        is_open = options.host not in ("127.0.0.1", "localhost") and options.host != "host"
+        assert not is_open or options.api_key_file or options.admin_key_file, "a server that lets others in has keys"
+        if options.cluster is not None:
+            read_cluster(path.parent / options.cluster.name, options.launcher)
+
+
+def test_a_server_of_systemd_has_flags_that_exist() -> None:
+    path = EXAMPLES / "llama3_server" / "longctx.service"
+    [options] = commands_of(path)
+    assert options.tensor > 1
+    seconds = re.search(r"^TimeoutStopSec=(\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert seconds is not None
+    assert int(seconds[1]) >= options.shutdown_timeout + 15
+
+
+@pytest.mark.parametrize("path", TOML, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_files_of_flags_and_of_clusters_are_read(path: Path, tmp_path: Path) -> None:
+    if not re.search(r"^\[", path.read_text(encoding="utf-8"), re.MULTILINE):
+        assert serve_config(parse(path.parent, ["--config", str(path)], is_whole=False))
+        return
+    file = read_cluster(path)
+    arguments = instance_arguments(engine_arguments("", file.engine), Secrets.make(tmp_path, None), [])
+    config = serve_config(parse(path.parent, arguments))
+    own = path.with_name("engine.toml")
+    if file.launcher == "static":  # of engines that run already: router and engines must have the same pages
+        options = parse(path.parent, ["--config", str(own)], is_whole=False)
+        assert (config.page_size, config.max_length) == (options.page_size, options.max_length)
+        assert options.kv_events
+        assert options.kv_events_replay
+        assert not options.heeds_deadlines
+
+
+def templates(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the pods of each workload of a manifest; of process groups, leader and worker."""
+    documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    found = {}
+    for each in documents[0].get("items", documents):
+        name, spec = each["metadata"]["name"], each["spec"]
+        if each["kind"] == "LeaderWorkerSet":
+            group = spec["leaderWorkerTemplate"]
+            found |= {name: group["leaderTemplate"], f"{name}-worker": group["workerTemplate"]}
+            [leader] = group["leaderTemplate"]["spec"]["containers"]
+            [worker] = group["workerTemplate"]["spec"]["containers"]
+            assert leader["args"] == worker["args"], "all processes of a group have one command"
+            options = of_container(path, leader)
+            gpus = group["size"] * leader["resources"]["limits"]["nvidia.com/gpu"]
+            assert gpus == options.stage * options.context * options.tensor
+        elif "template" in spec:
+            found[name] = spec["template"]
+            assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    return found
+
+
+def of_container(path: Path, container: dict[str, Any]) -> argparse.Namespace:
+    [text] = container["args"]
+    assert text.startswith("exec longctx serve ")  # so that it gets the signals itself
+    script = path.parent / "container"
+    words = text.replace("\\\n", " ").removeprefix("exec longctx serve ")
+    words = re.sub(r"\$\(\(.*?\)\)|\$\(?LWS_(GROUP_SIZE|WORKER_INDEX)\)?", "1", words)
+    return parse(script.parent, shlex.split(re.sub(r"\$(\w+|\{\w+\}|\(\w+\))", "host", words)))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.parent.name)
+def test_pods_have_ports_probes_mounts_and_times_that_fit(path: Path) -> None:
+    options = {}
+    for name, template in templates(path).items():
+        pod = template["spec"]
+        [container] = pod["containers"]
+        found = options[name] = of_container(path, container)
+        asked = {container[key]["httpGet"]["path"] for key in container if key.endswith("Probe")}
+        assert bool(asked) != name.endswith("-worker")  # which serves no HTTP
+        assert asked <= OPEN_PATHS  # as probes send no key
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod["terminationGracePeriodSeconds"] >= wait + found.shutdown_timeout + 15
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        named = {
+            "http": found.port,
+            "kv": found.kv_port,
+            "coordinator": found.coordinator and int(found.coordinator.rpartition(":")[2]),
+            "kv-events": found.kv_events and int(found.kv_events.rpartition(":")[2]),
+            "kv-replay": found.kv_events_replay and int(found.kv_events_replay.rpartition(":")[2]),
+        }
+        assert all(named[name] == port for name, port in ports.items())
+    router = options.get("longctx-router")
+    for found in options.values():
+        for each in found.join:
+            assert router is not None
+            assert each.endswith(f".longctx-router:{router.port}")
+            assert found.admin_key_file == router.admin_key_file == router.instance_key_file
+            assert found.join_url.endswith(f":{found.port}")
+
+
+@pytest.mark.parametrize(
+    ("process", "role", "number", "more"),
+    [
+        (0, "prefill", 0, "--stage 2 --coordinator a:9876 --num-processes 2 --process-id 0"),
+        (3, "prefill", 1, "--stage 2 --coordinator c:9876 --num-processes 2 --process-id 1"),
+        (5, "decode", 1, ""),
+    ],
+)
+def test_each_host_of_slurm_knows_its_place(process: int, role: str, number: int, more: str, tmp_path: Path) -> None:
+    """Two groups of two hosts, and two hosts by themselves."""
+    program = tmp_path / "longctx"
+    program.write_text('#!/bin/sh\necho "$@"\nkill -TERM "$PPID"\nsleep 0.2\n', encoding="utf-8")
+    program.chmod(0o700)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": str(process)}
+    environment |= {"HOSTS": "\n".join("abcdef"), "MODEL": "m", "SECRETS": "s", "ROUTER": "r", "PEERS": "--kv-peer=a"}
+    folder = EXAMPLES / "cluster"
+    command = ["sh", str(folder / "instance.sh")]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=30)
+    assert f" --tensor 8 {more}".rstrip() + " --host 0.0.0.0 " in done.stdout
+    assert f" --join r:8080 --join-role {role} --join-name {role}-{number} " in done.stdout
+
+
+def test_the_image_is_of_extras_that_exist_and_tells_its_health() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    assert hadolint is not None, "it comes with the extra test"
+    done = subprocess.run([hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if " " in line]
+    given = {name: [rest.strip() for found, rest in lines if found == name] for name, _ in lines}
+    assert given["USER"] == ["${UID}"]
+    options = command_parser("serve").parse_args(yaml.safe_load(given["CMD"][0])[1:])
+    assert given["EXPOSE"] == [str(options.port)]
+    assert f"127.0.0.1:{options.port}/health" in given["HEALTHCHECK"][0]
+    arguments = dict(each.split("=") for each in given["ARG"] if "=" in each)
+    assert set(arguments["EXTRAS"].strip('"').split(",")) <= extras.EXTRAS.keys()
+    assert not re.search(r"(?i)secret|token|password", "\n".join(given["ENV"] + given["ARG"]))
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = {name for each in given["COPY"] for name in each.split()[:-1]} - {"."}
+    assert copied <= {line[1:] for line in ignored if line.startswith("!")}
+
+
+def test_containers_of_the_compose_file_find_files_secrets_and_each_other() -> None:
+    command = ["-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
+    services, options = found["services"], {}
+    for name, service in services.items():
+        mounts = [each.split(":") for each in service["volumes"] if each.startswith("./")]
+        assert all(mode == "ro" and (COMPOSE.parent / source).is_file() for source, _, mode in mounts)
+        files = {target: COMPOSE.parent / source for source, target, _ in mounts}
+        first, *arguments = service["command"]
+        assert first == "serve"
+        options[name] = parse(files[arguments[arguments.index("--config") + 1]].parent, arguments)
+        assert str(options[name].config) in files
+        assert set(service["secrets"]) == found["secrets"].keys()
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        assert int(service["stop_grace_period"].removesuffix("s")) > options[name].shutdown_timeout
+    router = options.pop("router")
+    assert ["ports" in service for service in services.values()] == [True] + [False] * len(options)
+    for name, each in options.items():
+        assert each.join == [f"router:{router.port}"]
+        assert each.join_name == each.kv_advertise == name
+        assert each.join_url == f"http://{name}:{each.port}"
+        assert sorted(each.kv_peer) == sorted(options)
+        assert each.admin_key_file == router.admin_key_file == router.instance_key_file
+
+
+@pytest.mark.slow
+def test_two_processes_serve_until_they_are_told_to_end() -> None:
+    path, port = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", free_port()
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PORT": str(port)}
+    environment.pop("LONGCTX", None)
+    command = ["sh", str(EXAMPLES / "llama3_server" / "two_processes.sh"), str(ROOT / "longctx" / "models" / "tiny")]
+    sizes = ["--max-length", "1024", "--token-budget", "64", "--buckets", "64", "--max-running", "4"]
+    with subprocess.Popen([*command, *sizes], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}", process)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors
+        finally:
+            process.terminate()
