@@ -17,6 +17,10 @@ from longctx.gpu_flags import xla_knows
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A client of httpx reads all certificates that there are, which takes 40 ms; tests ask servers of this machine alone,
+# and need none: the folder has none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 # Tests compile much and compute little: LLVM's passes are left out, and fusions are emitted to it without MLIR, each
 # program in one piece (`users_fusions` is for tests that look at fusions). A GPU's programs are compiled as ever. JAX
 # aborts on a flag that its XLA does not have: newer ones always emit fusions by MLIR.

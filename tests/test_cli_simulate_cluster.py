@@ -106,7 +106,7 @@ def test_flags_say_what_the_file_leaves_open(cluster: Path, tmp_path: Path) -> N
         ("tensor=2", "tensor=3", [], "tensor"),
         ("page_size = 256", "page_size = 0", [], "page_size"),
         ("page_size = 256", 'kv_dtype = "int4"', [], "[simulation] kv_dtype must be None"),
-        ("page_size = 256", "kv_dtype = 8", [], "[simulation] kv_dtype must be a text"),
+        ("page_size = 256", "kv_dtype = 8", [], "[simulation] kv_dtype must be a string"),
         ("", "", ["--kv-dtype", "float8_e4m3fn"], "--kv-dtype contradicts --cluster"),
     ],
 )

@@ -36,7 +36,7 @@ from longctx.cluster.launcher.launcher import (
     StaticLauncher,
 )
 from longctx.cluster.router.routes import make_router_app
-from longctx.cluster.router.server import Member, RouterServer, RouterSettings
+from longctx.cluster.router.server import RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -108,7 +108,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
-        server = make_server([Member(each.url, each.name, each.role) for each in addresses])
+        server = make_server(addresses)
         if log is not None:
             server.cluster.on_end.append(log)
         http = HttpServer(server, app=make_router_app(server))
@@ -236,7 +236,7 @@ def _server_maker(
     settings: ServerSettings,
     template: str | None,
     key: str,
-) -> Callable[[list[Member]], RouterServer]:
+) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
@@ -253,7 +253,7 @@ def _server_maker(
     config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it
     first = model.config, tokenizer, config, model_names(engine), file.conductor
 
-    def make(members: list[Member]) -> RouterServer:
+    def make(members: list[Address]) -> RouterServer:
         with naming(_OBSERVERS):
             return RouterServer(*first, members, settings, router, chat_template)
 

@@ -277,7 +277,7 @@ def test_a_load_that_waits_for_room_is_not_late() -> None:
 
 
 def test_poll_waits_for_the_end_of_a_load_and_no_longer() -> None:
-    source = Source()
+    source, before = Source(), {*threading.enumerate()}
     mover = make_mover(source)
     assert mover.poll(10) == []  # nothing loads
     mover.submit(Batch(0, loads=[load("a", [0])]))
@@ -291,7 +291,7 @@ def test_poll_waits_for_the_end_of_a_load_and_no_longer() -> None:
     assert ended.seconds < 5
     mover.close()
     mover.close()
-    assert "longctx-pages" not in [thread.name for thread in threading.enumerate()]
+    assert "longctx-pages" not in [thread.name for thread in {*threading.enumerate()} - before]
 
 
 def stores(*pages: int) -> list[PageStore]:

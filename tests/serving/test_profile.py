@@ -18,7 +18,7 @@ def test_every_program_gets_coefficients_and_the_engine_stays_usable() -> None:
     (before,) = engine.generate(PROMPT, GREEDY)
     calls = []
     predictor, measured = profile(engine, max_context=64, repeats=1, progress=lambda *x: calls.append(x))
-    assert [program.rows for program in predictor.programs] == [8, 32]
+    assert predictor.buckets == (8, 32)
     assert calls[-1] == (len(calls), len(calls)) == (len(measured), len(measured))
     rows = {work.rows for work, _ in measured}
     assert min(rows) == 1

@@ -133,8 +133,6 @@ def test_a_target_of_a_batch_gives_a_token_as_much_in_each_stage(stages: int) ->
     assert longest[1] > (2 * longest[0] if stages > 1 else 0)
     assert longest[1] <= 0.08
     assert Slo(tpot=None, step_seconds=None, tpot_scope="batch").per_token(4).tpot is None
-    with pytest.raises(ValueError, match="tpot_scope must be one of"):
-        Slo(tpot_scope="stage")  # type: ignore[arg-type]
 
 
 def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:
@@ -235,10 +233,9 @@ def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
 
 
 def test_priority_comes_before_urgency() -> None:
+    low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
     for policy in POLICIES:
-        chunker = Chunker(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
-        low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
-        assert list(by_urgency(chunker.policy, [low, high], 1.0)) == [high, low]
+        assert list(by_urgency(make_policy(policy, 0.5), [low, high], 1.0)) == [high, low]
 
 
 @pytest.mark.slow
@@ -429,9 +426,6 @@ def test_a_device_that_takes_no_time() -> None:
     assert tokens_of(chunker, [prompt(0, 100)], [decode], 0.0).popitem()[1] == 100
 
 
-# The papers' settings.
-
-
 def test_settings_of_the_papers() -> None:
     """A long prompt, a decode and short prompts: whole prompts, static chunks, and steps within a target."""
     requests = [WorkloadRequest(0.0, 100, 400), WorkloadRequest(0.1, 60_000, 1, number=1)]
@@ -495,11 +489,10 @@ def test_what_cannot_be_met_is_refused() -> None:
     (output,) = make_engine(slo=Slo(tpot=0.001)).generate([[1] * 10])  # a default is what the device can keep
     assert output.metrics.tpot_target == pytest.approx(2 * DEVICE.seconds(Work.of([(10, 1, True)])), rel=0.05)
     assert output.metrics.kept_tpot
-    with pytest.raises(ValueError, match="ttft_factor must be finite and 1 to inf"):
-        Slo(ttft_factor=0.5)
     for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -2}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Request([1], **change)  # type: ignore[arg-type]
-    for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}, {"step_seconds": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            Slo(**change)
+    wrong = {"ttft_factor": 0.5, "ttft_least": -1.0, "tpot": float("nan"), "step_seconds": 0.0, "tpot_scope": "stage"}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Slo(**{name: value})  # type: ignore[arg-type]

@@ -131,12 +131,20 @@ class ProcessLauncher:
             held.close()
 
     def _reserve(self) -> int:
-        """Reserve a port by a socket that holds it and does not listen."""
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((_HOST, 0))
-        self._held.append(held)
-        return int(held.getsockname()[1])
+        self._held.append(hold_port(_HOST))
+        return int(self._held[-1].getsockname()[1])
+
+
+def hold_port(host: str, port: int = 0) -> socket.socket:
+    """Reserve a port, 0: any free one, by a socket that holds it and does not listen; OSError: it is taken."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def _commands(instance: Launched, command: Command, coordinator: str) -> list[Command]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from longctx import extras
 from longctx.cluster.config import RayOptions
-from longctx.cluster.launcher.launcher import Address, Launched, Moved
+from longctx.cluster.launcher.launcher import Address, Launched, Moved, hold_port
 from longctx.cluster.launcher.supervised import BackOff, Command, Supervised
 from longctx.cluster.server_url import host_port
 
@@ -60,19 +60,10 @@ class RayHost:
 
     def place(self, port: int = 0) -> tuple[str, int]:
         """Reserve a port for the instance, `port` if it is free; return the IP of this machine and the port."""
-        for wanted in (port, 0):
-            held = socket.socket(socket.AF_INET6 if ":" in self._ip else socket.AF_INET)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                held.bind((self._ip, wanted))
-            except OSError:
-                held.close()
-                if not wanted:
-                    raise
-                continue
-            self._held = held
-            break
-        assert self._held is not None
+        try:
+            self._held = hold_port(self._ip, port)
+        except OSError:
+            self._held = hold_port(self._ip)
         return self._ip, self._held.getsockname()[1]
 
     def start(self, name: str, command: Sequence[str], files: Mapping[str, bytes]) -> None:

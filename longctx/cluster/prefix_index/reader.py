@@ -167,17 +167,11 @@ class Follower:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of live messages that wait for the end of a replay."""
-        return len(self._waiting)
-
     def begin(self) -> None:
         """Clear and ask for everything: at first, and after the connection was lost."""
         self._last_live, self._tries = -1, 0
-        self._waiting.clear()
-        self._waiting_bytes = 0
-        self._resync()
+        self._drop_waiting()
+        self._resubscribe()
 
     def restart(self) -> None:
         """Begin again, as the publisher is another one, or has sent a malformed message."""
@@ -189,15 +183,13 @@ class Follower:
         if number <= self._last_live:
             self.restart()
         self._last_live = number
-        if self.is_syncing:
-            messages, size = _MOST_WAITING
-            if len(self._waiting) == messages or self._waiting_bytes + len(payload) > size:
-                self._waiting.clear()  # they are missed then, and asked for
-                self._waiting_bytes = 0
-            self._waiting.append((number, payload))
-            self._waiting_bytes += len(payload)
-        else:
-            self._next(number, payload)
+        messages, size = _MOST_WAITING
+        if len(self._waiting) == messages or self._waiting_bytes + len(payload) > size:
+            self._drop_waiting()  # they are missed then, and asked for
+        self._waiting.append((number, payload))
+        self._waiting_bytes += len(payload)
+        if not self.is_syncing:
+            self._go_on()
 
     def replayed(self, number: int, payload: bytes) -> None:
         """Take a message of the replay.
@@ -224,11 +216,11 @@ class Follower:
     def replay_failed(self) -> None:
         """Ask for the replay again; after 3 times go on without it."""
         if self.is_syncing:
-            self._resync()
+            self._resubscribe()
             if not self.is_syncing:
                 self._go_on()
 
-    def _resync(self) -> None:
+    def _resubscribe(self) -> None:
         self._clear()
         self.expected, self.is_whole, self._num_replayed = None, False, 0
         self.is_syncing = self._ask is not None and self._tries < _MOST_TRIES
@@ -237,26 +229,24 @@ class Follower:
             self._ask()
 
     def _go_on(self) -> None:
+        """Take the messages that wait, up to the first that follows a gap."""
         self.is_syncing = False
-        while self._waiting and not self.is_syncing:
-            number, payload = self._waiting.popleft()
+        while self._waiting:
+            number, payload = self._waiting[0]
+            if self.expected is not None and number > self.expected:
+                self.gaps += not self._tries
+                self._resubscribe()
+                if self.is_syncing:
+                    return
+            self._waiting.popleft()
             self._waiting_bytes -= len(payload)
-            self._next(number, payload)
-        if not self._waiting:
-            self._tries = 0
-
-    def _next(self, number: int, payload: bytes) -> None:
-        if self.expected is not None and number < self.expected:
-            return  # the replay had it
-        if self.expected is not None and number > self.expected:
-            self.gaps += not self._tries
-            self._resync()
-            if self.is_syncing:
-                self._waiting.appendleft((number, payload))
-                self._waiting_bytes += len(payload)
-                return
+            if self.expected is None or number == self.expected:  # else the replay had it
+                self._take(number, payload)
         self._tries = 0
-        self._take(number, payload)
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _take(self, number: int, payload: bytes) -> None:
         if self.expected is None:

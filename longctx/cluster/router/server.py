@@ -12,8 +12,9 @@ import httpx
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ConductorConfig, Role
+from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.request import ClusterRequest, Rejection
+from longctx.cluster.launcher.launcher import Address
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import ProtocolError
@@ -42,14 +43,6 @@ _RETRY = 2.0  # seconds after which instances may be there
 
 MOST_ID = 200
 """Characters of a request's id that instances are told: the last ones, which make it unique."""
-
-
-class Member(NamedTuple):
-    """Instance that a router begins with; `name` None: by its URL."""
-
-    url: str
-    name: str | None = None
-    role: Role = "both"
 
 
 class RouterSettings(NamedTuple):
@@ -188,7 +181,7 @@ class RouterServer(Frontend):
         config: EngineConfig,
         model_names: tuple[str, ...],
         conductor: ConductorConfig,
-        members: Sequence[Member] = (),
+        members: Sequence[Address] = (),
         settings: ServerSettings | None = None,
         router: RouterSettings | None = None,
         chat_template: ChatTemplate | None = None,
@@ -271,7 +264,7 @@ class RouterServer(Frontend):
     def start(self) -> None:
         super().start()
         for member in self._members:
-            self.instances.add(*member)
+            self.instances.add(member.url, member.name, member.role)
         self._upkeep = asyncio.create_task(self._keep_up())
 
     async def finish(self) -> None:

@@ -18,8 +18,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.launcher.launcher import Address
 from longctx.cluster.router.routes import make_router_app
-from longctx.cluster.router.server import Member, RouterServer, RouterSettings
+from longctx.cluster.router.server import RouterServer, RouterSettings
 from longctx.models import load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
@@ -70,7 +71,7 @@ class Routed:
 
 @contextlib.contextmanager
 def routed(
-    members: Sequence[Member],
+    members: Sequence[Address],
     conductor: ConductorConfig | None = None,
     settings: ServerSettings | None = None,
     router: RouterSettings | None = None,
@@ -172,11 +173,11 @@ class Liar:
         return StreamingResponse(lines(), self.status)
 
 
-def members_of(instances: Sequence[Served | Door | Liar], roles: str = "") -> list[Member]:
+def members_of(instances: Sequence[Served | Door | Liar], roles: str = "") -> list[Address]:
     """Names `p0`, `d1` and so on by the letters of their roles: `p`, `d` or `b`."""
     names = {"p": "prefill", "d": "decode", "b": "both"}
     roles = roles or "b" * len(instances)
     made: Any = [
-        (each.url, f"{role}{i}", names[role]) for i, (each, role) in enumerate(zip(instances, roles, strict=True))
+        (f"{role}{i}", names[role], each.url) for i, (each, role) in enumerate(zip(instances, roles, strict=True))
     ]
-    return [Member(*fields) for fields in made]
+    return [Address(*fields) for fields in made]

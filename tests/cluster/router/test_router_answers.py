@@ -12,7 +12,7 @@ from routed import TEXT, Liar, Routed, members_of, routed
 from served import Served
 
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.router.server import Member
+from longctx.cluster.launcher.launcher import Address
 from longctx.serving.server.settings import ApiKey, ServerSettings
 
 
@@ -92,7 +92,7 @@ def test_one_of_each_role_is_needed(three: list[Served]) -> None:
 
 def test_who_refuses_is_not_asked_again_at_once(three: list[Served]) -> None:
     """Where nobody takes a request in the end, its client is told, once."""
-    with Liar(three[0]) as liar, routed([Member(liar.url, "full")]) as router:
+    with Liar(three[0]) as liar, routed([Address("full", "both", liar.url)]) as router:
         liar.status = 429
         answer = post(router, body())
         assert answer.status_code == 429, answer.text

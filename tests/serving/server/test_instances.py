@@ -177,14 +177,14 @@ def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
 @pytest.mark.parametrize("what", ["requests", "pages"])
 def test_a_link_that_is_cut_costs_time_only(trio: list[Served], what: str) -> None:
     p, d, other = trio
-    prompt = prompt_of(44 if what == "pages" else 45, 3000)
+    prompt = prompt_of(44 if what == "pages" else 45, 1600)
     stats, port = d.server.engine.executor.mover.stats, transfers_of(p).port
     before, short = stats.loaded_bytes, stats.short_loads
     with LinkProxy(f"127.0.0.1:{p.port if what == 'requests' else port}") as link:
         if what == "pages":
             transfers_of(p).port = int(link.address.rpartition(":")[2])  # what it tells others
         url = f"http://{link.address}" if what == "requests" else p.url.replace("127.0.0.1", "localhost")
-        link.bytes_per_second = 2e6
+        link.bytes_per_second = 1e6
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(resume, d, resumed(prompt, url))
             d.wait_until("pages come", lambda: stats.loaded_bytes > before, 30)
