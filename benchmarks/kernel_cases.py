@@ -174,8 +174,10 @@ def _expected_rows(
         return pages.reshape(x.shape[1:]).astype(jnp.float32)
 
     q = q[entry, rows].astype(jnp.float32)
-    tokens = q_positions[rows], kv_positions, *segments
-    return attention(q, keys(k), keys(v), *tokens, causal=causal, implementation="xla")[0]
+    positions = {"q_positions": q_positions[rows], "kv_positions": kv_positions}
+    of_rows, of_keys = segments
+    masks = {**positions, "q_segment_ids": of_rows, "kv_segment_ids": of_keys}
+    return attention(q, keys(k), keys(v), **masks, causal=causal, implementation="xla")[0]
 
 
 def expected_rows(case: Case, operands: Operands, causal: bool, page_size: int) -> list[np.ndarray]:

@@ -105,7 +105,7 @@ def contiguous_contender(batch: list[Work], dtype: str) -> Callable[[], object]:
         )
         for work in batch
     ]
-    compiled = jax.jit(lambda calls: [attention(*call)[0] for call in calls])
+    compiled = jax.jit(lambda calls: [attention(q, k, v, q_positions=positions)[0] for q, k, v, positions in calls])
     return lambda: jax.block_until_ready(compiled(calls))
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 
 from longctx.annotations import Integer
-from longctx.kernels.attention.operands import check_window
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -100,6 +99,9 @@ def layout_hops(
       >>> layout_hops(64, 8, "zigzag", window=(4, 0))  # a rank has two chunks, and its neighbours those before them
       (0, 1, 7)
     """
+    # The scheduler and the cost model import this module without JAX.
+    from longctx.kernels.attention.operands import check_window
+
     before, after = check_window(window)
     shards = layout_shards(length, num_shards, layout)
     before, after = (length if side is None else side for side in (before, 0 if causal else after))

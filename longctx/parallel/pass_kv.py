@@ -56,8 +56,7 @@ def ring_pass_kv(
       q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       axis_name: the mesh axis of N ranks that forms the ring.
-      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for
-        `longctx.kernels.attention`.
+      causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       hops: the hops after which some rank's keys are seen by this or another rank's queries, as `layout_hops` finds
         them for a window: keys of others don't travel. None: all N.
 
@@ -73,7 +72,8 @@ def ring_pass_kv(
 
     Examples:
       >>> import jax
-      >>>       >>> from jax.sharding import PartitionSpec as P
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
       >>> from longctx.parallel import make_mesh, ring_pass_kv, use_devices
       >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence

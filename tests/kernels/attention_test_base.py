@@ -159,9 +159,9 @@ class AttentionTestBase:
             return attention(q, k, v, causal=causal, plan=plan)
 
         def unplanned(q: Any, k: Any, v: Any) -> Any:
-            return attention(
-                q, k, v, **dict(zip(names, masks, strict=True)), causal=causal, implementation=self.implementation
-            )
+            names = "q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"
+            given = dict(zip(names, masks, strict=True))
+            return attention(q, k, v, **given, causal=causal, implementation=self.implementation)
 
         with self.where():
             for got, want in zip(planned(q, k, v), unplanned(q, k, v), strict=True):

@@ -32,7 +32,9 @@ def _whole_and_merged(q: jax.Array, k: jax.Array, v: jax.Array, part: jax.Array,
     def merged(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         queries = jnp.zeros(LENGTH, jnp.int32)
         segments = [jnp.where(part == index, 0, -1) for index in range(PARTS)]
-        states = [attention(q, k, v, None, None, queries, s, implementation="reference") for s in segments]
+        states = [
+            attention(q, k, v, q_segment_ids=queries, kv_segment_ids=s, implementation="reference") for s in segments
+        ]
         outs, lses = zip(*states, strict=True)
         return merge_states(jnp.stack(outs, axis), jnp.stack(lses, axis), axis=axis)
 

@@ -70,7 +70,9 @@ def test_what_the_types_can_not_hold_is_refused() -> None:
             jax.eval_shape(call, (np.arange(40, dtype=np.int32), jnp.arange(40, dtype=wide)))
     half = [jnp.zeros((40, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
     with jax.enable_x64(True), adapter.interpreted(), pytest.raises(TypeError, match=r"must be int32 .*mosaic_gpu"):
-        jax.eval_shape(lambda p: attention(*half, p, p, implementation="mosaic_gpu"), jnp.arange(40))
+        jax.eval_shape(
+            lambda p: attention(*half, q_positions=p, kv_positions=p, implementation="mosaic_gpu"), jnp.arange(40)
+        )
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

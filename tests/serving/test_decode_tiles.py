@@ -25,4 +25,4 @@ def test_rows_that_may_be_decodes_take_small_tiles(rows: int, max_running: int, 
         attend = PagedAttend.make(of_rank, tables, shape, HEADS, pool, jnp.bfloat16)
     assert attend.unsharded is not None
     assert attend.unsharded.plan.implementation == "mosaic_gpu"
-    assert attend.unsharded.plan.data.last.shape[1] == block_q
+    assert attend.unsharded.plan.data.seen[0].shape[1] == block_q

@@ -126,7 +126,7 @@ def test_cold_blocks_leave_instances_that_are_full() -> None:
         index = router.server.index
         router.wait_until("host memory has them", lambda: index.blocks("b0", "host") >= 40)
         router.wait_until("the devices have room", lambda: index.blocks("b0", "device") <= 32)
-        assert router.server.cluster.stats.swapped_blocks > 0
+        router.wait_until("it is counted", lambda: router.server.cluster.stats.swapped_blocks > 0)
         again = ask(router, "cold " + TEXT * 6, max_tokens=2)
         assert cached(again) == (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
         assert again["choices"][0]["text"] == first["choices"][0]["text"]
