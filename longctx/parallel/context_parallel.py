@@ -123,7 +123,8 @@ def context_parallel_attention(
     arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     q, k = arguments.q, arguments.k
     value_size = arguments.v.shape[-1]
-    rule = check_kernel(q, causal, scale, implementation, window, logits_soft_cap, value_size).rule
+    kernel = check_kernel(q, causal, scale, implementation, window, logits_soft_cap, value_size)
+    rule = kernel.rule
     sinks = check_sinks(sinks, q)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     mesh = check_mesh(mesh)
@@ -156,7 +157,9 @@ def context_parallel_attention(
         choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
         _log.info("%s", choice)
         method = choice.method
-    spec = AttentionSpec(axis_name, rule.causal, rule.scale, implementation, out_dtype, rule.window, rule.soft_cap)
+    spec = AttentionSpec(
+        axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap
+    )
     hops = None
     if method == "pass_kv" and rule.window != (None, None) and q_positions is None and kv_positions is None:
         hops = layout_hops(length, num_ranks, layout, causal=rule.causal, window=rule.window)

@@ -116,7 +116,7 @@ class PassQ:
         def attend_local(q: Array, queries: Tokens) -> tuple[Array, Array]:
             return block_forward(self.kernel, Operands(q, k, v, queries, keys))
 
-        queries_of = tokens_by_hop(queries, self.axis_name, tuple(range(lax.axis_size(self.axis_name))))
+        queries_of = tokens_by_hop(queries, self.axis_name)
         return pass_q_forward(q, queries_of, attend_local, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:

@@ -60,13 +60,13 @@ def check_hops(hops: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...]) -> Callable[[int], Tokens]:
+def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None = None) -> Callable[[int], Tokens]:
     """A function from a hop to the positions and segments of the block that is on this rank after it.
 
     Those of all ranks are gathered at once, as they take 8 bytes a token, unless few hops are taken; hop 0 reads this
     rank's own.
     """
-    if len(hops) < lax.axis_size(axis_name):
+    if hops is not None and len(hops) < lax.axis_size(axis_name):
         packed = jnp.stack(jnp.broadcast_arrays(*tokens))
         arrived = {hop: ring_shift(axis_name, packed, by=hop)[0] for hop in hops[1:]}
         return lambda hop: Tokens(*arrived[hop]) if hop else tokens
@@ -120,7 +120,7 @@ def fold_ring_and_return(
     total: tuple[Array, ...] = ()
     pairs = _with_following(hops, axis_name)
     last, behind = pairs[-1][0], 0
-    tokens_of = tokens_by_hop(tokens, axis_name, tuple(hop for hop, _ in pairs))
+    tokens_of = tokens_by_hop(tokens, axis_name, hops)
     for hop, following in pairs:
         ahead = 0 if following is None else following - hop
         arriving, total = _shift_both(axis_name, block if ahead else (), ahead, total, behind)

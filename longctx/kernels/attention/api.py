@@ -71,11 +71,10 @@ def attention(
         is in lse, so of parts that are to be merged only one may have it. A query that sees nothing has `lse = sink`.
       logits_soft_cap: scores become `cap * tanh(score / cap)` (Gemma 2), a Python number. None: they stay as they are.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which
-        values have too; no soft cap), `"xla"` (blockwise,
-        memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
-        (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
-        does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which values have too; no
+        soft cap), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best
+        that supports the case (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16
+        bits, as FlashAttention does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_attention` derived from positions and segments, which it holds and which are then not given.
         Default: derived in this call.

@@ -32,9 +32,7 @@ class MosaicGpuPlan(NamedTuple):
 
     token: Array  # [rows], the row of q and the head of its group that a row of the kernel takes
     head: Array  # [rows]
-    seen: tuple[
-        Array, ...
-    ]  # the last slot that a row of each tile sees and, with a window, the first: [tiles, block_q]
+    seen: tuple[Array, ...]  # [tiles, block_q], the last slot that each row sees and, with a window, the first
     work: Work
     place: Array  # [T, G], tile * block_q + row: where the rows of a row of q are; -1: it is padding
 
