@@ -57,6 +57,14 @@ def workflow(path: Path) -> dict[Any, Any]:
     return found
 
 
+def test_ci_tests_files_that_exist() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (listing,) = re.findall(r'TESTS="\$\((echo [^)]*)\)"', script)
+    files = subprocess.run(["bash", "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(files) > 50
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 def check(schema: str, *paths: Path) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -99,8 +99,9 @@ class LogWriter:
             while not self._is_closing.wait(FLUSH_SECONDS):
                 self._flush()
             self._flush()
-        except OSError as error:
-            self.stop(str(error))
+        except OSError as error:  # perhaps of the last flush, when it takes no more already
+            logger.warning("%s is recorded no further: %s", self.path, error)
+            self.is_open = False
         finally:
             os.close(self._file)
 
