@@ -126,16 +126,16 @@ def paged_attention(
     operands = check_paged_operands(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale
     )
-    check_implementation(implementation, IMPLEMENTATIONS)
+    names = check_implementation(implementation, IMPLEMENTATIONS)
     cap = check_soft_cap(logits_soft_cap)
     rule = AttentionRule(True, check_scale(scale, operands.q.shape[-1]), check_window(window), cap)
     sinks = check_sinks(sinks, operands.q)
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
-        implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages, cap is not None)
+        chosen = choose_implementation(names, operands.q.dtype, operands.k_pages, cap is not None)
     elif not isinstance(plan, PagedPlan):
         raise TypeError(f"plan must be what plan_paged_attention returns, got {type(plan).__name__}")
-    elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
+    elif plan.shapes != shapes_of(operands) or (names and plan.implementation not in names):
         raise ValueError(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
@@ -149,9 +149,9 @@ def paged_attention(
         raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")
     else:
         pages = operands.k_pages
-        implementation = choose_implementation(plan.implementation, operands.q.dtype, pages, cap is not None)
+        chosen = choose_implementation([plan.implementation], operands.q.dtype, pages, cap is not None)
     wide = None if sinks is None else wide_dtype(operands.q.dtype)
-    out, lse = with_sinks(_paged_attention(operands, plan, implementation, rule, wide or out_dtype), sinks)
+    out, lse = with_sinks(_paged_attention(operands, plan, chosen, rule, wide or out_dtype), sinks)
     return out.astype(out_dtype), lse
 
 
