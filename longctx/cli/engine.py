@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx.cli.files import read_text
-from longctx.cli.flags import flag, naming
+from longctx.cli.flags import flag, naming, refuse
 from longctx.cli.settings import ENGINE_FLAGS, given_topology, parallel_plan
 from longctx.cli.terminal import Console, interrupts
 from longctx.kernels import explain
@@ -41,10 +41,7 @@ _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "
 def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
     """Join the process group that the flags describe; without flags, a group of this process only."""
     if options.coordinator is None:
-        names = ("num_processes", "process_id", "group_secret_file")
-        given = [flag(name) for name in names if getattr(options, name) is not None]
-        if given:
-            raise ValueError(f"{' and '.join(given)} must come with --coordinator")
+        refuse(options, ("num_processes", "process_id", "group_secret_file"), "needs --coordinator")
         return ProcessGroup.alone()
     arguments = {name: getattr(options, name) for name in _PROCESSES}
     if options.ports is not None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import tempfile
 from pathlib import Path
 
 from longctx.serving.validation import check_text
@@ -76,6 +77,27 @@ def check_output(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {path} can't be written: {error.strerror}") from None
     if is_new:
         path.unlink(missing_ok=True)
+
+
+def check_folder(flag: str, path: Path, mode: int = 0o777) -> None:
+    """Check that a path is a folder that can be written to, which is made if it is not there; ValueError if not."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag} must be a folder, and {path} is a file")
+    try:
+        path.mkdir(mode, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"{flag}: no folder can be made or written to at {path}: {error.strerror}") from None
+
+
+def check_drawing(flag: str, path: Path) -> None:
+    """Check that a drawing can be made and its format is known; ValueError, with the flag, if not."""
+    from longctx.simulation.reports.plots import check_can_plot  # not needed for `--help`
+
+    try:
+        check_can_plot(path)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
 
 
 CACHE_VARIABLE = "LONGCTX_CACHE"

@@ -70,10 +70,8 @@ class Flags(NamedTuple):
       only: the fields that have flags; none: all, but those `without`.
       prefix: of all flags and of their names among the options.
       names: flags with other names, by field. aliases: further ones.
-      defaults, choices, helps: instead of those that the dataclass has, by field.
-      parse: what makes a field's value from the flag's name and text, by field.
+      defaults, helps: instead of those that the dataclass has, by field.
       positional: fields without a flag, which come by their place, and the words that stand for them in the help.
-      exclusive: fields of which exactly one must be given.
       are_changes: whether every default is None, as the flags replace recorded settings.
     """
 
@@ -85,11 +83,8 @@ class Flags(NamedTuple):
     names: Mapping[str, str] = {}
     aliases: Mapping[str, Collection[str]] = {}
     defaults: Mapping[str, Any] = {}
-    choices: Mapping[str, Collection[str]] = {}
     helps: Mapping[str, str] = {}
-    parse: Mapping[str, Callable[[str, Any], Any]] = {}
     positional: Mapping[str, str] = {}
-    exclusive: Collection[str] = ()
     are_changes: bool = False
 
 
@@ -114,11 +109,9 @@ def add_flags(parser: argparse.ArgumentParser, groups: Iterable[Flags]) -> None:
         section = sections.get(group.title)
         if section is None:
             section = sections[group.title] = parser.add_argument_group(group.title)
-        one_of = section.add_mutually_exclusive_group(required=True) if group.exclusive else section
         for field in dataclasses.fields(group.settings):
             if field.name in (group.only or {field.name}) and field.name not in group.without:
-                place = one_of if field.name in group.exclusive else section
-                fields.setdefault(group.settings, {})[field.name] = _add_flag(place, group, field)
+                fields.setdefault(group.settings, {})[field.name] = _add_flag(section, group, field)
     parser.set_defaults(fields=fields)
 
 
@@ -132,27 +125,35 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
         default = None
     is_off, repeats = kind.kind is bool and default is True, _repeats(kind)
     name = flag(group.names.get(field.name, f"no_{dest}" if is_off else dest.removesuffix("s") if repeats else dest))
-    parse = group.parse.get(field.name, _PARSERS.get(kind.kind))
+    is_size = kind.kind is int and field.name.endswith("_bytes")
+    parse = parse_bytes if is_size else _PARSERS.get(kind.kind)
     more: dict[str, Any] = {"help": _help(group, field.name, kind, default)}
     if kind.kind is bool:
         more |= {"action": "store_false" if is_off else "store_true"}
     else:
         word = _METAVARS.get(kind.kind, name.rpartition("-")[2].upper())
-        more |= {"default": default, "metavar": "SIZE" if parse is parse_bytes else word}
-        choices = group.choices.get(field.name, kind.choices)
-        if choices:
-            more |= {"choices": list(choices), "metavar": None}
+        more |= {"default": default, "metavar": "SIZE" if is_size else word}
+        if kind.choices:
+            more |= {"choices": list(kind.choices), "metavar": None}
         if kind.kind in (int, float, Path) and parse is None:
             more["type"] = kind.kind
         if repeats:
-            more |= {"action": "append", "default": []}
+            more |= {"action": _Repeat, "default": []}
     if field.name in group.positional:
         section.add_argument(dest, **more | {"metavar": group.positional[field.name]})
         return Parsed(dest, group.positional[field.name], None)
-    if is_required and field.name not in group.exclusive:
+    if is_required:
         more["required"] = True
     section.add_argument(name, *group.aliases.get(field.name, ()), dest=dest, **more)
     return Parsed(dest, name, parse)
+
+
+class _Repeat(argparse.Action):
+    """Append to the values of a flag; those that are its default, as a file has them, are replaced."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [value] if before is self.default else [*before, value])
 
 
 def _repeats(kind: FieldType) -> bool:
@@ -214,6 +215,14 @@ def check_options(options: argparse.Namespace) -> None:
                 value = getattr(options, each.name)
                 if value is not None:
                     field_types(settings)[name].check(each.flag, value)
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse flags, by their names among the options, that are given; ValueError names the flag before `why`."""
+    flags = {each.name: each.flag for parsed in options.fields.values() for each in parsed.values()}
+    for name in names:
+        if getattr(options, name) not in (None, []):
+            raise ValueError(f"{flags.get(name, flag(name))} {why}")
 
 
 @contextmanager

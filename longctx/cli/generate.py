@@ -23,6 +23,8 @@ def run(options: argparse.Namespace) -> int:
     sampling = read(SamplingParams, options)
     if sampling.n > options.max_running:
         raise ValueError(f"--n must be at most --max-running={options.max_running}, got {sampling.n}")
+    if (options.prompt is None) == (options.prompt_file is None):
+        raise ValueError("--prompt or --prompt-file must be given, and not both")
     if options.prompt is None:
         text = read_text("--prompt-file", options.prompt_file)
     else:

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from longctx.cli.commands import CHANGES
-from longctx.cli.files import check_output
-from longctx.cli.flags import flag, naming
+from longctx.cli.flags import naming, refuse
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.log import RecordedLog
@@ -22,11 +21,8 @@ _SLO = ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.json is not None:
-        check_output("--json", options.json)
-    changes = [name for name in (*CHANGES, "slo") if getattr(options, name) is not None]
-    if changes and options.explain is not None:
-        raise ValueError(f"--explain and {flag(changes[0])} can't be given together")
+    if options.explain is not None:
+        refuse(options, (*CHANGES, "slo"), "contradicts --explain")
     log = RecordedLog(options.log)
     try:
         found = _replay(log, options) if options.explain is None else _explain(log, options.explain)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import extras
 from longctx.cli.files import read_text
-from longctx.cli.flags import flag, naming, prefixing, read
+from longctx.cli.flags import naming, prefixing, read, refuse
 from longctx.cli.settings import SECRET_FLAGS, engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import check_peers
 from longctx.cluster.server_url import host_port
@@ -28,8 +28,6 @@ _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
-_NEED_ROLE = ("kv_advertise", "kv_peer")
-_NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
 
 
 def serve_config(options: argparse.Namespace) -> EngineConfig:
@@ -87,9 +85,7 @@ def address_text(name: tuple[Any, ...]) -> str:
 def check_transfer_flags(options: argparse.Namespace) -> None:
     """Check that requests can move as the flags say, before anything is loaded; ValueError names the flag."""
     if options.role is None:
-        for name in _NEED_ROLE:
-            if getattr(options, name):
-                raise ValueError(f"{flag(name)} needs --role")
+        refuse(options, ("kv_advertise", "kv_peer"), "needs --role")
         return
     with naming(_TRANSFERS):
         check_peers(options.kv_peer)
@@ -138,9 +134,7 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
 def check_join_flags(options: argparse.Namespace) -> None:
     """Check that the server can join as the flags say, before anything is loaded; ValueError names the flag."""
     if not options.join:
-        for name in _NEED_JOIN:
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} needs --join")
+        refuse(options, ("join_key_file", "join_name", "join_role", "join_url"), "needs --join")
         return
     from longctx.cluster.join import check_join_url, router_url
 

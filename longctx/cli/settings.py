@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.flags import flag, naming, read
+from longctx.cli.flags import flag, naming, read, refuse
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.secret import make_secret, read_kv_secret
@@ -51,9 +51,8 @@ def given_topology(options: argparse.Namespace) -> Topology | None:
 def tier_config(options: argparse.Namespace) -> TierConfig | None:
     """Make the settings of tiers from the flags; None: there are none. Errors name the flags."""
     if options.kv_host_bytes is None:
-        for name in ("kv_disk", "kv_disk_bytes", "kv_store"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} needs --kv-host-bytes: pages go there by host memory")
+        why = "needs --kv-host-bytes: pages go there by host memory"
+        refuse(options, ("kv_disk", "kv_disk_bytes", "kv_store"), why)
         return None
     return read(TierConfig, options, **({"disk_bytes": 0} if options.kv_disk_bytes is None else {}))
 

@@ -5,12 +5,15 @@ import dataclasses
 import json
 import math
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from longctx.cli.flags import flag, prefixing
+from longctx import extras
+from longctx.cli.flags import prefixing, refuse
 from longctx.cli.simulated import (
-    apply_plan,
+    check_cluster_flags,
     check_simulation,
+    make_cluster,
     make_deployment,
     make_requests,
     named_model,
@@ -18,9 +21,10 @@ from longctx.cli.simulated import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload import check_folder, check_outputs, print_where, write_results
+from longctx.cli.workload import print_results, write_json
+from longctx.plotting import can_draw
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.reports import chrome_trace, html_report, plots
 from longctx.simulation.reports.report import summarize_deployment
@@ -28,41 +32,32 @@ from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _SPAN = 20  # times a target's seconds, for which arrivals have to last until a queue that grows is seen
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, print tables, and write the files that flags name."""
     if options.cluster is not None:
-        from longctx.cli.simulate_cluster import run_cluster
-
-        run_cluster(options)
-        return 0
-    _check(options)
+        check_cluster_flags(options)
+    check_simulation(options)
+    if options.capacity is not None:
+        _targets(options)
+        why = "contradicts --capacity: it searches a rate for all requests"
+        refuse(options, ("rate", "users", "window"), why)
+    if options.sweep is not None:
+        refuse(options, ("trace",), "contradicts --sweep: it is of one simulation")
+    elif options.baseline is not None:
+        why = "contradicts --baseline: it has no trace of stages and pages"
+        refuse(options, ("plot", "trace", "out"), why)
     console = Console(options.quiet)
     if options.sweep is not None:
         _sweep(options, console)
     else:
         _simulate(options, console)
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    check_simulation(options)
-    apply_plan(options)
-    check_outputs(options, "json", "plot", "trace")
-    check_folder(options)
-    if options.capacity is not None:
-        _targets(options)
-        for name in ("rate", "users", "window"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"--capacity contradicts {flag(name)}: it searches a rate for all requests")
-    if options.sweep is None and options.baseline is not None:
-        for name in ("plot", "trace", "out"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} contradicts --baseline: it has no trace of stages and pages")
-    if options.sweep is not None and options.trace is not None:
-        raise ValueError("--trace contradicts --sweep: it is of one simulation")
 
 
 def _targets(options: argparse.Namespace) -> list[Target]:
@@ -76,9 +71,15 @@ def _make(options: argparse.Namespace) -> tuple[Deployment, list[WorkloadRequest
 
 
 def _simulate(options: argparse.Namespace, console: Console) -> None:
-    deployment, requests, num_skipped = _make(options)
+    deployment: Deployment | ClusterDeployment
+    if options.cluster is None:
+        deployment, requests, num_skipped = _make(options)
+    else:
+        deployment = make_cluster(options)
+        requests, num_skipped = make_requests(options, deployment.model)
     found: dict[str, Any] = {}
     if options.capacity is not None:
+        assert isinstance(deployment, Deployment)
         capacity = _search(options, deployment, requests, console)
         found["capacity"] = capacity._asdict()
         if not capacity.rate:
@@ -93,26 +94,54 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
         requests = arrive_at_rate(requests, capacity.rate, options.seed)
     has_trace = any(getattr(options, name) is not None for name in ("plot", "trace", "out"))
     traces: list[StageTrace] | None = [] if has_trace else None
-    until = math.inf if options.window is None else options.window
+    if isinstance(deployment, Deployment):
+        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
+    else:
+        simulation = deployment.simulation()
+    keeps_steps = options.json is not None and options.cluster is None
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
 
         def show(record: Record) -> None:  # what `update` returns would end the run
-            bar.update(len(record.served) - bar.n)
+            bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
-        record = simulation.run(requests, options.seed, until, show, keep_steps=options.json is not None)
+        record = simulation.run(requests, options.seed, _until(options), show, keeps_steps)
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
-    settings = {
-        "model": options.model,
-        "topology": deployment.topology.to_dict(),
-        "plan": dataclasses.asdict(deployment.plan),
-        "instances": deployment.instances,
-        "config": dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages},
-    }
-    del settings["config"]["hash_key"]
-    write_results(options, settings, record, summary, lambda: plots.draw_deployment(record, traces or []))
+    contents = write_json(options, _settings(options, deployment), record, summary)
+
+    def draw() -> "Figure":
+        if isinstance(deployment, Deployment):
+            return plots.draw_deployment(record, traces or [])
+        return plots.draw_cluster(record, deployment.config.ttft, deployment.config.tpot)
+
+    table = print_results(options, summary, draw)
+    if options.out is not None:
+        html_report.write_report(contents, record, table, plots.write_drawings(draw, options.out), options.out)
+        _print_where(options.out)
     if options.trace is not None:
         chrome_trace.write_chrome_trace(record, traces or [], options.trace)
+
+
+def _until(options: argparse.Namespace) -> float:
+    return math.inf if options.window is None else options.window
+
+
+def _settings(options: argparse.Namespace, deployment: Deployment | ClusterDeployment) -> dict[str, Any]:
+    """Return what was simulated, as plain data."""
+    found = {"model": options.model, "topology": deployment.topology.to_dict()}
+    if isinstance(deployment, ClusterDeployment):
+        rest = {"cluster": dataclasses.asdict(deployment)}
+        del rest["cluster"]["model"], rest["cluster"]["topology"]
+        return found | rest
+    config = dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages}
+    del config["hash_key"]
+    plan = dataclasses.asdict(deployment.plan)
+    return found | {"plan": plan, "instances": deployment.instances, "config": config}
+
+
+def _print_where(out: Path) -> None:
+    """Print where the report of `--out` is, and how to install what would draw in it, if that is missing."""
+    lacking = "" if can_draw() else f", without drawings: {extras.pip_line('plot')}"
+    print(f"written to {out / 'report.html'}{lacking}")
 
 
 def _search(
@@ -146,8 +175,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
             if not capacity.rate:
                 return {"error": f"{options.capacity} is met at no rate"}
             requests = arrive_at_rate(requests, capacity.rate, options.seed)
-        until = math.inf if options.window is None else options.window
-        record = deployment.run(requests, options.seed, until, keep_steps=False)
+        record = deployment.run(requests, options.seed, _until(options), keep_steps=False)
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     return {"summary": summarize_deployment(record, deployment) | found}
@@ -172,4 +200,4 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         plots.write_drawing(lambda: plots.draw_sweep(rows, list(grid)), options.plot)
     if options.out is not None:
         html_report.write_sweep(rows, list(grid), options.out)
-        print_where(options.out)
+        _print_where(options.out)

@@ -5,21 +5,26 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from longctx.cli import command_flags
-from longctx.cli.files import check_input
-from longctx.cli.flags import check_options, flag, naming, prefixing
+from longctx.cli import command_flags, command_parser
+from longctx.cli.flags import check_options, flag, naming, prefixing, refuse
 from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
 from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise
+from longctx.cluster.config import read_cluster
 from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import field_types
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.cluster.settings import Change, ClusterSettings
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
 
+_NOT_OF_CLUSTERS = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
+_CLUSTER_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
 MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
 
 
@@ -38,22 +43,6 @@ def named_model(text: str) -> LlamaConfig:
     raise ValueError(f"--model must be one of {', '.join(MODELS)}, or a folder with config.json, got {text!r}")
 
 
-def apply_plan(options: argparse.Namespace) -> None:
-    """Set what `--plan` says, as the flags of devices do; ValueError if it has another form."""
-    if options.plan is None:
-        return
-    for part in options.plan.split(","):
-        name, equals, value = part.strip().partition("=")
-        name = name.strip().replace("-", "_")
-        sizes = field_types(ParallelPlan)
-        if not equals or name not in sizes:
-            raise ValueError(f"--plan must be NAME=VALUE with names of {', '.join(sizes)}, got {part!r}")
-        try:
-            setattr(options, name, int(value) if sizes[name].kind is int else value)
-        except ValueError:
-            raise ValueError(f"--plan must have an integer for {name}, got {value!r}") from None
-
-
 def make_deployment(options: argparse.Namespace, longest: int | None = None) -> Deployment:
     """The engines to simulate; errors name flags.
 
@@ -64,10 +53,10 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     topology = given_topology(options)
     assert topology is not None
     plan = parallel_plan(options)
-    if (devices := options.instances * plan.num_devices) > MAX_DEVICES:
-        raise ValueError(f"--instances and --plan must have at most {MAX_DEVICES:,} devices together, got {devices:,}")
+    _check_devices("--instances", options.instances * plan.num_devices)
     config = engine_config(options, max_length=longest)
-    names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
+    names = {f"plan's {axis}": flag(axis) for axis in AXES}
+    names |= {"instances must": "--instances must", "baseline": "--baseline"}
     with naming(names), naming(ENGINE_FLAGS):
         measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
         return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
@@ -113,20 +102,16 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
 
 
 def check_simulation(options: argparse.Namespace) -> None:
-    """Check flags alone; ValueError, with the flag."""
+    """Check that flags suit each other; ValueError names them."""
     check_options(options)  # those of a sweep's point, too
     if options.mix is not None:
-        for name in ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} contradicts --mix")
+        names = ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths")
+        refuse(options, names, "contradicts --mix")
     check_workload(options)
-    if options.profile is not None:
-        check_input("--profile", options.profile)
-        if options.baseline is not None:
-            raise ValueError("--profile contradicts --baseline: systems are compared on predicted devices")
-    for name in ("rate", "jitter"):
-        if options.users is not None and getattr(options, name) is not None:
-            raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")
+    if options.baseline is not None:
+        refuse(options, ("profile",), "contradicts --baseline: systems are compared on predicted devices")
+    if options.users is not None:
+        refuse(options, ("rate", "jitter"), "contradicts --users: users wait for answers")
 
 
 def swept_flags() -> dict[str, tuple[str, type]]:
@@ -146,3 +131,58 @@ def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse
     """Return options as if flags had these values."""
     flags = swept_flags()
     return argparse.Namespace(**vars(options) | {flags[name][0]: value for name, value in values.items()})
+
+
+def check_cluster_flags(options: argparse.Namespace) -> None:
+    """Check that no flag says what the file of `--cluster` says; ValueError names it."""
+    usual = command_parser("simulate").parse_args([])
+    fixed = [each.name for settings in (EngineConfig, Slo) for each in options.fields[settings].values()]
+    for name in (*fixed, *_NOT_OF_CLUSTERS):
+        if getattr(options, name) != getattr(usual, name):
+            raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
+
+
+def make_cluster(options: argparse.Namespace) -> ClusterDeployment:
+    """The cluster of a file; flags say what it leaves open. ValueError names a key of the file, or a flag."""
+    with prefixing("--cluster: "):
+        file = read_cluster(options.cluster)
+    with prefixing("--cluster: [simulation] "):
+        found = dict(file.simulation)
+        axes = {name: found.pop(name) for name in field_types(ParallelPlan) if name in found}
+        options.model = found.pop("model", options.model)
+        model = named_model(options.model)
+        topology = Topology.named(found.pop("topology", options.topology))
+        changes = tuple(_change(each) for each in found.pop("changes", ()))
+        settings: dict[str, Any] = {"report_seconds": file.report_seconds}
+        settings |= {name: found.pop(name) for name in _CLUSTER_SETTINGS if name in found}
+        entries = sorted(file.instances, key=lambda each: ("prefill", "decode", "both").index(each.role))
+        names = tuple(each.name for each in entries)
+        for change in changes:
+            if change.instance not in names:
+                raise ValueError(f"changes must name instances, {', '.join(names)}; got {change.instance!r}")
+        plan = ParallelPlan(**axes) if axes else parallel_plan(options)
+        _check_devices("instances", len(names) * plan.num_devices)
+        return ClusterDeployment(
+            model=model,
+            topology=topology,
+            plan=plan,
+            prefill=file.count("prefill"),
+            decode=file.count("decode"),
+            coupled=file.count("both"),
+            config=file.conductor,
+            settings=ClusterSettings(**settings),
+            names=names,
+            changes=changes,
+            **found,
+        )
+
+
+def _check_devices(name: str, count: int) -> None:
+    if count > MAX_DEVICES:
+        raise ValueError(f"{name} must have at most {MAX_DEVICES:,} devices together, got {count:,}")
+
+
+def _change(fields: dict[str, Any]) -> Change:
+    if missing := {"at", "instance", "action"} - fields.keys():
+        raise ValueError(f"changes must have {', '.join(sorted(missing))}")
+    return Change(**fields)
