@@ -1,6 +1,5 @@
 """`longctx doctor` without `--model`: what it says of a sound machine, and that a hostile one doesn't stop it."""
 
-import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -77,7 +76,6 @@ def test_a_cache_folder_that_commands_would_refuse_is_a_problem(
     [problem] = report.problems
     assert garbage[:100] in problem.text
     assert f"unset {VARIABLE}" in problem.remedy
-    assert report.sections["compile cache"]["usable"].startswith("no: ")
 
 
 def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
@@ -88,7 +86,7 @@ def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     doctor.examine(report)
     assert report.problems == []
-    [hint] = [hint for hint in report.hints if "/proc" in "".join(hint)]
+    [hint] = [hint for hint in report.hints if "/proc" in hint.text]
     assert "can't be kept in /proc/none" in hint.text, "nor is its disk full"
 
 
@@ -172,27 +170,6 @@ def test_extras_that_lack_packages_have_their_pip_line(monkeypatch: pytest.Monke
     assert found["serve"].endswith(f": not installed, lacks pyzmq: {extras.pip_line('serve')}")
     assert "installed, gguf " in found["gguf"]
     assert report.problems == []
-
-
-def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    lines = ["jax>=999", "nothing-like-it>=1", "numpy>=1", "gguf>=99; extra == 'gguf'", "ray>=2; extra == 'cluster'"]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*lines, "unreadable @ x"])
-    doctor.examine(report)
-    assert [each.text for each in report.problems] == [
-        f"jax {jax.__version__} is older than 999",
-        "nothing-like-it is not installed",
-    ]
-    assert [each.text.partition(" is older")[2] for each in report.hints] == [" than 99, which extra gguf needs"]
-
-
-def test_a_folder_that_is_not_installed_is_a_hint(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    def requires(name: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
-    doctor.examine(report)
-    assert report.problems == []
-    assert "not installed" in report.hints[0].text
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_required_packages_are_all_that_the_doctor_needs() -> None:
     hidden = [module for module in hidden if module not in ("longctx", "_distutils_hack")]
     # The probe imports the kernels for Hopper too.
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({hidden})); from longctx.cli.doctor_probe import main; main()"
+        f"import sys; sys.modules.update(dict.fromkeys({hidden})); from longctx.cli.doctor import probe; probe()"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

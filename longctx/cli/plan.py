@@ -12,8 +12,8 @@ from typing import Any
 
 from longctx.cli.flags import flag, naming, prefixing, refuse
 from longctx.cli.settings import given_topology
-from longctx.cli.simulated import named_model
 from longctx.cli.terminal import FAILED, Console
+from longctx.cli.workload import named_model
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, best_of_each, search

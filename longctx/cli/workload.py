@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.cli.flags import prefixing, refuse
 from longctx.models import LlamaConfig, load_tokenizer
 from longctx.models.validation import MAX_INT32
+from longctx.simulation.models import MODELS
 from longctx.simulation.record import Record
 from longctx.simulation.reports import plots, report
 from longctx.simulation.workloads import (
@@ -144,3 +145,18 @@ def keep_fitting(
     if not kept:
         raise ValueError(f"--max-length {max_length} leaves no request")
     return kept, num_skipped
+
+
+def named_model(text: str) -> LlamaConfig:
+    """A model by its name, or that of a folder's `config.json`.
+
+    Raises:
+      ValueError: there is neither such a model nor such a folder, or the file is no configuration.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    path = Path(text)
+    if (path / "config.json").is_file():
+        with prefixing("--model: "):
+            return LlamaConfig.from_hf(path / "config.json")
+    raise ValueError(f"--model must be one of {', '.join(MODELS)}, or a folder with config.json, got {text!r}")
