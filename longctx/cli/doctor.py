@@ -6,11 +6,9 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,15 +17,10 @@ from typing import Any
 import longctx
 from longctx import extras
 from longctx.cli.files import CACHE_VARIABLE, cache_root
-from longctx.cli.terminal import FAILED, Console, stdout_is_ours
+from longctx.cli.terminal import FAILED, Console
 
-SECONDS = 180.0
-"""Within which JAX has to answer; eight GPUs take some 20."""
 _MAX_CHARACTERS = 300  # of what others say
 _REPORT_IT = "report it, with --json"
-_SHOW = "see all of it by python -c 'import jax; print(jax.devices())', and install jax and its plugin anew"
-_XLA_FLAGS = "correct XLA_FLAGS, or unset it; this version of jaxlib may lack a flag that another has"
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from longctx.cli.doctor import probe; probe()"
 # Of NVIDIA's packages, those that decide what runs.
 _CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn", "nvidia-nccl")
 _LEAST_DISK = 1 << 30
@@ -41,9 +34,11 @@ def run(options: argparse.Namespace) -> int:
     """Print what was found; the exit status is 1 if there is a problem."""
     if options.model is not None:
         return _check_checkpoint(options)
-    report = Report()
+    report, console = Report(), Console(options.quiet)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others may use the GPUs
     examine(report)
-    ask_jax(report, Console(options.quiet))
+    console.note("asking JAX for its devices")
+    ask_jax(report)
     report.look("extras", examine_extras)  # last of what is found, as it is long
     _print(json.dumps(asdict(report), indent=2) if options.json else report.to_text())
     return FAILED if report.problems else 0
@@ -116,13 +111,6 @@ class Report:
         with self.asking(what):
             find(self)
 
-    def add(self, other: Mapping[str, Any]) -> None:
-        """Add what another process has found, a report as `dataclasses.asdict` makes it."""
-        for section, values in other["sections"].items():
-            self.sections.setdefault(section, {}).update(values)
-        self.problems += [Finding(**each) for each in other["problems"]]
-        self.hints += [Finding(**each) for each in other["hints"]]
-
     def to_text(self) -> str:
         """Return a line for each value, and for each problem and hint."""
         lines: list[str] = []
@@ -147,29 +135,6 @@ def shown(path: str | Path) -> str:
     except (RuntimeError, ValueError):
         text = str(path)
     return text if text.isprintable() else json.dumps(text)
-
-
-def ask_jax(report: Report, console: Console, seconds: float = SECONDS) -> None:
-    """Add devices, links and choices to a report, or the problem that prevents it.
-
-    JAX is asked in a process of its own: a broken plugin may end a process, or never answer.
-    """
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # others may use the GPUs
-    program = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
-    console.note("asking JAX for its devices")
-    try:
-        done = subprocess.run(program, capture_output=True, env=environment, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        report.problem(f"JAX does not answer within {seconds:g} s", "end other programs on the GPUs, check the driver")
-        return
-    try:
-        report.add(json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, KeyError, TypeError, ValueError):
-        status = done.returncode
-        how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        last = first_line("\n".join(reversed(done.stderr.decode("utf-8", "replace").splitlines())))
-        remedy = _XLA_FLAGS if "XLA_FLAGS" in last and os.environ.get("XLA_FLAGS") else _SHOW
-        report.problem(": ".join(filter(None, ("JAX can't be loaded", how, last))), remedy)
 
 
 def examine(report: Report) -> None:
@@ -259,35 +224,27 @@ def _disk(report: Report, name: str, folder: Path) -> None:
         report.hint(f"the disk of {name} has less than 1 GiB free", f"make room in {shown(folder)}")
 
 
-# In the process that `ask_jax` starts.
+def ask_jax(report: Report) -> None:
+    """Add what JAX has here, and what longctx would pick and why, or the problem that prevents it."""
+    with report.asking("JAX", "pip install --force-reinstall jax jaxlib"):
+        import jax
 
-
-def probe() -> None:
-    """Print, as a line of JSON, what JAX has here, and what longctx would pick and why."""
-    with stdout_is_ours():
-        report = Report()
-        with report.asking("JAX", "pip install --force-reinstall jax jaxlib"):
-            import jax
-
-            report.note("versions", "jax", jax.__version__)
-            platforms = os.environ.get("JAX_PLATFORMS", "")
-            asked = f"the devices of JAX_PLATFORMS={platforms}" if platforms else "JAX's devices"
-            with report.asking(asked, _CHECK):
-                _devices(report, jax.devices())
-        print(json.dumps(asdict(report)))
-
-
-def _devices(report: Report, devices: list[Any]) -> None:
-    for what, look in (
-        ("the devices' kinds", _describe),
-        ("the ptxas that assembles kernels", _ptxas),
-        ("the host's memory", _memory),
-        ("the links between devices", _links),
-        ("what would be picked", _choices),
-        ("XLA's flags", _xla_flags),
-    ):
-        with report.asking(what):
-            look(report, devices)
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        devices: list[Any] = []
+        with report.asking(f"the devices of JAX_PLATFORMS={platforms}" if platforms else "JAX's devices", _CHECK):
+            devices += jax.devices()
+        if not devices:
+            return
+        for what, look in (
+            ("the devices' kinds", _describe),
+            ("the ptxas that assembles kernels", _ptxas),
+            ("the host's memory", _memory),
+            ("the links between devices", _links),
+            ("what would be picked", _choices),
+            ("XLA's flags", _xla_flags),
+        ):
+            with report.asking(what):
+                look(report, devices)
 
 
 def _describe(report: Report, devices: list[Any]) -> None:

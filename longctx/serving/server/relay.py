@@ -135,7 +135,8 @@ class RelayedOutputs:
     def handoff(self) -> Handoff:
         """Return the handoff to a server that computes what is missing; no lease has any pages."""
         handoff = Handoff.of(self.outputs)
-        return handoff._replace(completions=tuple(each._replace(lease=None) for each in handoff.completions))
+        completions = tuple(dataclasses.replace(each, lease=None) for each in handoff.completions)
+        return dataclasses.replace(handoff, completions=completions)
 
     def read(self, entry: EventLine, now: float) -> Event | None:
         """Return the client's event of one of the other server's; None: the client has had it.
