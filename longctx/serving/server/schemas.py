@@ -275,6 +275,8 @@ class CompletionBody(GenerationBody):
     def _some_tokens(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, or echo true")
+        if self.stream and self.echo and self.logprobs is not None:  # those of the prompt come with its end
+            raise ValueError("echo must come with stream: false, or without logprobs")
         return self
 
 
