@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +18,6 @@ from longctx.serving.server.auth import too_large
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.request_parser import Kind, Origin, RequestParser, parse_body, parse_fields
 from longctx.serving.server.settings import ServerSettings
-from longctx.serving.worker_process import follow_parent
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -107,12 +108,6 @@ class Preparer:
             for _ in range(self._num_processes):
                 self._pool().submit(os.getpid)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that run."""
-        # The pool has no other way to tell.
-        return [] if self._processes is None else list(self._processes._processes)
-
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """Parse a body, see `parse_body`: return a `ParsedCall`, or what else the kind gives."""
         size = len(body) if origin.prefix is None else len(body) + origin.prefix.num_bytes
@@ -150,10 +145,19 @@ _parser: RequestParser
 
 
 def _begin(parser: RequestParser) -> None:
-    """Keep the parser, in a new process."""
+    """Keep the parser, in a new process that ends with its parent, however that ends."""
     global _parser
     _parser = parser
-    follow_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _read_there(kind: Kind, body: bytes, origin: Origin) -> Any:
