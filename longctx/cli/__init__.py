@@ -65,8 +65,11 @@ def _run(arguments: list[str]) -> int:
         from longctx.cli import compile_cache
 
         compile_cache.enable(options.compile_cache)
+    from longctx.cli.flags import flags_of, naming
+
     try:
-        return command.run(options)
+        with naming(flags_of(options)):
+            return command.run(options)
     except RuntimeError as error:
         if not _is_of_device(error):
             raise

@@ -217,23 +217,35 @@ def check_options(options: argparse.Namespace) -> None:
                     field_types(settings)[name].check(each.flag, value)
 
 
+def flags_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the flags of a command by the fields of settings that they are of."""
+    return {name: each.flag for parsed in options.fields.values() for name, each in parsed.items()}
+
+
 def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Refuse flags, by their names among the options, that are given; ValueError names the flag before `why`."""
     flags = {each.name: each.flag for parsed in options.fields.values() for each in parsed.values()}
     for name in names:
         if getattr(options, name) not in (None, []):
-            raise ValueError(f"{flags.get(name, flag(name))} {why}")
+            raise ValueError(f"{flags[name]} {why}")
 
 
 @contextmanager
-def naming(flags: Mapping[str, str] | Iterable[str]) -> Iterator[None]:
-    """Replace names of arguments by flags in error messages: those of the same names, or those of a mapping."""
-    names = flags if isinstance(flags, Mapping) else {name: flag(name) for name in flags}
+def naming(flags: Mapping[str, str]) -> Iterator[None]:
+    """Replace names of arguments by flags in error messages, which name an argument before they say what it must be."""
+    names = "|".join(sorted(flags, key=len, reverse=True)) or "(?!)"
+    found = re.compile(rf"(?<![-\w/'\"])(?<!the )(?:plan's )?({names})\b")
+    says = re.compile(r"=|(?:'s| \*| =)? (?:must|contradicts?|has|needs?|\d|(?:and )?\w+ (?:must|\*))")
+
+    def named(match: re.Match[str]) -> str:
+        is_name = "_" in match[1] or says.match(match.string, match.end())
+        return flags[match[1]] if is_name else match[0]
+
     try:
         yield
     except (ValueError, TimeoutError) as error:
-        pattern = rf"(?<!-)\b({'|'.join(names)})\b"
-        raise type(error)(re.sub(pattern, lambda found: names[found[0]], str(error))) from None
+        text, kind = str(error), TimeoutError if isinstance(error, TimeoutError) else ValueError
+        raise kind(text if "] " in text else found.sub(named, text)) from None  # ]: a table of a file
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import re
 import shlex
 from typing import Any
 
-from longctx.cli.flags import flag, naming, prefixing, refuse
+from longctx.cli.flags import flag, prefixing, refuse
 from longctx.cli.settings import given_topology
 from longctx.cli.terminal import FAILED, Console
 from longctx.cli.workload import named_model
@@ -22,7 +22,6 @@ from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6}
-_NAMES = {"gpus": "--gpus", "host_gpus": "--host-gpus", "context": "--context", "ttft": "--ttft", "tpot": "--tpot"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,15 +32,14 @@ def run(options: argparse.Namespace) -> int:
     topology = given_topology(options)
     assert topology is not None
     requests = _requests(options)
-    with naming(_NAMES | {"output_tokens": "--output-tokens"}):
-        goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
-        with console.bar(desc="plans", unit="plan") as bar:
+    goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
+    with console.bar(desc="plans", unit="plan") as bar:
 
-            def progress(left: int) -> None:
-                bar.total = bar.n + 1 + left
-                bar.update()
+        def progress(left: int) -> None:
+            bar.total = bar.n + 1 + left
+            bar.update()
 
-            found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
+        found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
     best = best_of_each(found.plans)[: options.best]
     served: list[dict[str, Any] | None] = [None] * len(best)
     if requests:  # those first that keep most promises

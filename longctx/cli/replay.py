@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from longctx.cli.commands import CHANGES
-from longctx.cli.flags import naming, refuse
+from longctx.cli.flags import refuse
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.log import RecordedLog
@@ -51,9 +51,8 @@ def _replay(log: RecordedLog, options: argparse.Namespace) -> dict[str, Any]:
     header = log.header
     config, num_pages = _changed(log, options)
     if config != header.config or num_pages != header.num_pages:
-        with naming((*CHANGES, "buckets")):
-            alternative = Alternative(log, baseline, config, num_pages)
-            alternative.run()
+        alternative = Alternative(log, baseline, config, num_pages)
+        alternative.run()
         difference = alternative.difference
         print(describe_difference(log, baseline, alternative))
         found["first_difference"] = None
@@ -78,8 +77,7 @@ def _changed(log: RecordedLog, options: argparse.Namespace) -> tuple[EngineConfi
         changes["slo"] = _slo(config.slo, options.slo)
     if "token_budget" in changes:
         changes["buckets"] = None
-    with naming((*CHANGES, "buckets")):
-        return dataclasses.replace(config, **changes), num_pages
+    return dataclasses.replace(config, **changes), num_pages
 
 
 def _slo(slo: Slo, text: str) -> Slo:

@@ -111,18 +111,10 @@ def _serve(
         show_compiling(engine.warm_up, console, engine)
         console.note(f"ready    {names[0]} at http://{address}")
 
-    with naming(each.name for each in dataclasses.fields(ObserverSettings)):
-        transfers = None if options.role is None else functools.partial(make_transfers, options)
-        server = Server(
-            engine,
-            names,
-            settings.server,
-            settings.limits,
-            settings.template,
-            warm_up,
-            settings.observers,
-            transfers,
-        )
+    transfers = None if options.role is None else functools.partial(make_transfers, options)
+    server = Server(
+        engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
+    )
     http = HttpServer(server)
     interrupts.leave_to_python()
     with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from longctx import extras
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing, read, refuse
-from longctx.cli.settings import SECRET_FLAGS, engine_config, page_hash_key, tier_config
+from longctx.cli.settings import engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import check_peers
 from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
@@ -114,8 +114,7 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
     """Make what moves an engine's pages, by the flags; a process that follows another one has nothing more."""
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    with naming(SECRET_FLAGS):
-        secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
+    secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
     with naming(_TRANSFERS):
         return EngineMessenger(
             engine,
@@ -142,11 +141,10 @@ def check_join_flags(options: argparse.Namespace) -> None:
         raise ValueError("--join needs --role: requests move between the instances of a cluster")
     if options.join_role not in (None, options.role) and options.role != "both":
         raise ValueError(f"--join-role {options.join_role} contradicts --role {options.role}")
-    with naming({"join_url": "--join-url", "join": "--join"}):
-        for each in options.join:
-            router_url(each)
-        if options.join_url is not None:
-            check_join_url(options.join_url)
+    for each in options.join:
+        router_url(each)
+    if options.join_url is not None:
+        check_join_url(options.join_url)
     if options.join_url is None and options.host in _ANY:
         raise ValueError(f"--join with --host {options.host} needs --join-url: where the router reaches this server")
     _join_key(options)

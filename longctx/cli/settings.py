@@ -1,25 +1,16 @@
 """Settings of engines that are made from flags, without any device. Nothing here imports JAX."""
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.flags import flag, naming, read, refuse
+from longctx.cli.flags import read, refuse
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.secret import make_secret, read_kv_secret
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.slo import Slo
-
-SECRET_FLAGS = {"kv_secret_file": "--kv-secret-file"}
-_NOT_NAMED = {"slo", "tiers", "transfers", "hash_key", "prefix_cache", "seed"}
-ENGINE_FLAGS = {
-    each.name: flag(each.name) for each in (*fields(EngineConfig), *fields(Slo)) if each.name not in _NOT_NAMED
-}
-"""Flags of the settings of an engine, which errors of what is made with them name."""
-_TOPOLOGY = {"topology must": "--topology must"}
 
 
 def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
@@ -34,18 +25,14 @@ def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
     plan = read(ParallelPlan, options)
     topology = given_topology(options)
     if topology is not None:  # now, before weights are loaded
-        with naming(_TOPOLOGY):
-            topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+        topology.check(**{axis: getattr(plan, axis) for axis in AXES})
     return plan
 
 
 def given_topology(options: argparse.Namespace) -> Topology | None:
     """Return the topology of `--topology`; None: it is to be found."""
     text = getattr(options, "topology", None)
-    if text is None:
-        return None
-    with naming(_TOPOLOGY):
-        return Topology.named(text)
+    return None if text is None else Topology.named(text)
 
 
 def tier_config(options: argparse.Namespace) -> TierConfig | None:
@@ -74,5 +61,4 @@ def page_hash_key(options: argparse.Namespace) -> bytes | None:
         if options.kv_store is not None:
             raise ValueError("--kv-store needs --kv-secret-file: engines find each other's pages by keys made with it")
         return None
-    with naming(SECRET_FLAGS):
-        return read_kv_secret(file)
+    return read_kv_secret(file)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import extras
 from longctx.cli import command_flags, command_parser
-from longctx.cli.flags import check_options, flag, naming, prefixing, refuse
-from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
+from longctx.cli.flags import check_options, flag, prefixing, refuse
+from longctx.cli.settings import engine_config, given_topology, parallel_plan
 from longctx.cli.terminal import Console
 from longctx.cli.workload import (
     check_workload,
@@ -24,7 +24,7 @@ from longctx.cli.workload import (
 )
 from longctx.cluster.config import read_cluster
 from longctx.models.config import LlamaConfig
-from longctx.parallel.topology import AXES, Topology
+from longctx.parallel.topology import Topology
 from longctx.plotting import can_draw
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
@@ -233,11 +233,8 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     plan = parallel_plan(options)
     _check_devices("--instances", options.instances * plan.num_devices)
     config = engine_config(options, max_length=longest)
-    names = {f"plan's {axis}": flag(axis) for axis in AXES}
-    names |= {"instances must": "--instances must", "baseline": "--baseline"}
-    with naming(names), naming(ENGINE_FLAGS):
-        measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
-        return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
+    measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
+    return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
 
 
 def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:
@@ -262,8 +259,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
     if options.mix is None:
         requests = read_requests(options)
     else:
-        with naming({"mix": "--mix"}):
-            requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
+        requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
         if options.rate is not None:
             requests = arrive_at_rate(requests, options.rate, options.seed)
     if any(request.prompt is not None for request in requests):
@@ -272,7 +268,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
         requests = tokenise(requests, Path(options.model), model.vocab_size)
     requests, num_skipped = keep_fitting(requests, options, model.max_positions)
     if options.users is not None:
-        with naming({"users": "--users", "requests": "--users: requests"}):
+        with prefixing("--users: "):
             requests = closed_loop(requests, options.users)
     if options.jitter is not None:
         requests = jitter_arrivals(requests, options.jitter, options.seed)
