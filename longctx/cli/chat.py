@@ -90,9 +90,6 @@ def _config(options: argparse.Namespace, loader: EngineLoader) -> EngineConfig:
 class LineReader:
     """Messages from standard input: by a line editor on a terminal, else each line is one.
 
-    Args:
-      history: file of earlier messages; None: none are kept.
-
     Attributes:
       is_terminal: whether a person waits.
     """

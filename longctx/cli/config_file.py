@@ -16,11 +16,7 @@ _NOT_IN_FILES = {"help", "config"}
 
 
 def config_arguments(parser: argparse.ArgumentParser, file: Path) -> list[str]:
-    """Return the flags of a command's file as arguments.
-
-    Raises:
-      ValueError: the file can't be read, has a key that is no flag, or a value that its flag can't have.
-    """
+    """Return the flags of a command's file as arguments."""
     try:
         with file.open("rb") as opened:
             values = tomllib.load(opened)

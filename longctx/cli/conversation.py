@@ -49,11 +49,6 @@ class Conversation:
     A prompt is the tokens so far (the last prompt, and the answer as the model gave it) and those of what is new,
     whenever the template's text goes on like theirs. Otherwise it is the tokens of that text alone, of which an engine
     computes those after the first difference.
-
-    Args:
-      tokenizer: of the model.
-      eos_ids: tokens that end an answer.
-      system: the system message, if there is one.
     """
 
     tokenizer: Tokenizer
@@ -74,12 +69,7 @@ class Conversation:
         return () if self.has_template else PLAIN_STOP
 
     def ask(self, question: str) -> Prompt:
-        """The prompt for a question; `accept` what came of it.
-
-        Raises:
-          ValueError: the question has a control token, or an answer that has to be read again; or the chat template
-            refuses the messages.
-        """
+        """The prompt for a question; `accept` what came of it."""
         turn = Turn(tuple(self.documents), question)
         self._check("the message", question)
         text = self._render([*self.turns, turn])

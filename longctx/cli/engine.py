@@ -83,13 +83,6 @@ def check_memory(
     """Check, before weights are loaded, that an engine fits into memory, and print the estimate.
 
     The result is the number of pages on each context rank.
-
-    Args:
-      mesh: as the checkpoint will be loaded; None: one device.
-      least_pages: pages of the longest request.
-
-    Raises:
-      ValueError: it doesn't fit, or the plan doesn't suit model and devices.
     """
     plan.check(model.config, jax.device_count())
     mesh = mesh or make_mesh()
@@ -122,11 +115,6 @@ def describe_kernels(model: Llama, config: EngineConfig, dtype: np.dtype[Any]) -
 
 class EngineLoader:
     """Model that a command's flags name, and what its engine is made of; no weights are read before `load`.
-
-    Args:
-      options: of the command.
-      group: processes that run the engine together; the first one prints.
-      model: instead of `options.model`.
 
     Attributes:
       console: of this process.
@@ -166,12 +154,7 @@ class EngineLoader:
         return check_memory(self.console, self.model, config, self.plan, self.mesh, self.dtype, lower, least_pages)
 
     def load(self, config: EngineConfig, **more: Any) -> Engine:
-        """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels.
-
-        Args:
-          config: of the engine.
-          **more: further arguments of `Engine`.
-        """
+        """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels."""
         model, params = load_checkpoint(self.path, self.mesh, self.dtype)
         self.console.note(describe_kernels(model, config, self.dtype))
         self.subject, predictor = subject(model, params, config, self.plan), None
@@ -182,11 +165,7 @@ class EngineLoader:
 
 
 def show_compiling(compile_steps: Callable[[Progress], None], console: Console, engine: Engine | None = None) -> float:
-    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took.
-
-    Args:
-      engine: of which is printed, after it, where the memory of accelerators goes.
-    """
+    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took."""
     start = time.perf_counter()
     if not console.has_bars:  # in a log, minutes of silence look like a hang
         console.note("compiling")

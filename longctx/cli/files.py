@@ -9,17 +9,7 @@ from longctx.serving.validation import check_text
 
 
 def read_text(flag: str, path: Path, max_bytes: int | None = None) -> str:
-    """Read a UTF-8 text; line ends become newlines.
-
-    Args:
-      flag: or command that names the file.
-      path: of the file.
-      max_bytes: where a message names the file: it is a regular one of at most these. None: it may be a pipe.
-
-    Raises:
-      ValueError: it can't be read, is too large or binary, is not UTF-8, or has nothing but white space; the message
-        has the flag and the file.
-    """
+    """Read a UTF-8 text, of a regular file where `max_bytes` limits it; ValueError names the flag, or a command."""
     try:
         check_input(flag, path)
         if max_bytes is not None and not path.is_file():  # a pipe or a device may never end
@@ -59,11 +49,7 @@ def check_input(flag: str, path: Path) -> None:
 
 
 def check_output(flag: str, path: Path) -> None:
-    """Check that results can be written to a file later. It is opened for that; one that is new is removed again.
-
-    Raises:
-      ValueError: they can't; the message has the flag and the file.
-    """
+    """Check that results can be written to a file later. It is opened for that; one that is new is removed again."""
     if path.is_dir():
         raise ValueError(f"{flag} must be a file, and {path} is a directory")
     if not path.parent.is_dir():

@@ -185,16 +185,7 @@ def _entries(settings: type) -> dict[str, str]:
 
 
 def read(settings: type[_Settings], options: argparse.Namespace, **more: Any) -> _Settings:
-    """Make settings from the flags of a command.
-
-    Args:
-      settings: a dataclass, of which the command has flags.
-      options: as parsed.
-      **more: further fields, which win.
-
-    Raises:
-      TypeError, ValueError: a value is out of range; the message names the flag.
-    """
+    """Make settings from the flags of a command."""
     parsed: dict[str, Parsed] = options.fields[settings]
     values = {name: _value(getattr(options, each.name), each) for name, each in parsed.items() if name not in more}
     with naming({name: each.flag for name, each in parsed.items()}):

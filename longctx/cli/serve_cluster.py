@@ -312,11 +312,7 @@ def instance_arguments(arguments: Sequence[str], files: Secrets, names: Sequence
 
 
 def instance_command(arguments: Sequence[str], own: Sequence[str]) -> MakeCommand:
-    """The command of an instance.
-
-    Args:
-      arguments: of all instances. own: of this one, which win.
-    """
+    """The command of an instance."""
 
     def make(host: str, port: int, hosts: Sequence[str]) -> list[str]:
         here = [f"--host={host}", f"--port={port}"]

@@ -151,12 +151,7 @@ def check_join_flags(options: argparse.Namespace) -> None:
 
 
 def joining(options: argparse.Namespace, address: str, is_open: Callable[[], bool]) -> AbstractContextManager[object]:
-    """Return what registers the server with routers, while it is entered.
-
-    Args:
-      address: where the server listens.
-      is_open: whether it takes requests now.
-    """
+    """Return what registers the server with routers, while it is entered."""
     if not options.join:
         return contextlib.nullcontext()
     from longctx.cluster.join import Joining

@@ -45,11 +45,7 @@ def tier_config(options: argparse.Namespace) -> TierConfig | None:
 
 
 def page_hash_key(options: argparse.Namespace) -> bytes | None:
-    """Return the key of page hashes, of `--kv-secret-file` or a secret kept in `--kv-disk`; None: a random one.
-
-    Raises:
-      ValueError: there is no such file, others may read it, or its secret could be guessed.
-    """
+    """Return the key of page hashes, of `--kv-secret-file` or a secret kept in `--kv-disk`; None: a random one."""
     file = options.kv_secret_file
     if file is None and options.kv_disk is not None:
         file = Path(options.kv_disk) / "secret"

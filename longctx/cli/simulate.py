@@ -222,11 +222,7 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
 
 
 def make_deployment(options: argparse.Namespace, longest: int | None = None) -> Deployment:
-    """The engines to simulate; errors name flags.
-
-    Args:
-      longest: tokens of the longest request; None: as long as the model takes.
-    """
+    """The engines to simulate; errors name flags."""
     model = named_model(options.model)
     topology = given_topology(options)
     assert topology is not None

@@ -61,21 +61,13 @@ def check_workload(options: argparse.Namespace) -> None:
 
 
 def make_workload(options: argparse.Namespace, config: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
-    """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out.
-
-    Raises:
-      ValueError: the file is none, or a request can't be served.
-    """
+    """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out."""
     requests = tokenise(read_requests(options), options.model, config.vocab_size)
     return keep_fitting(requests, options, config.max_positions)
 
 
 def read_requests(options: argparse.Namespace) -> list[WorkloadRequest]:
-    """The requests of a file, or synthetic ones, and when they come.
-
-    Raises:
-      ValueError: the file is none, or a flag has no value that it can have.
-    """
+    """The requests of a file, or synthetic ones, and when they come."""
     if options.workload is not None:
         requests = read_workload(options.workload, options.limit)
         if options.scale_lengths is not None:
@@ -98,11 +90,7 @@ def _lengths(name: str, text: str) -> Lengths:
 
 
 def tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> list[WorkloadRequest]:
-    """Encode the prompts that are text, and check those that are token ids.
-
-    Raises:
-      ValueError: a token is not of the vocabulary.
-    """
+    """Encode the prompts that are text, and check those that are token ids."""
     if all(request.prompt is None for request in requests):
         return requests
     tokenizer = load_tokenizer(model) if any(isinstance(request.prompt, str) for request in requests) else None
@@ -125,11 +113,7 @@ def tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> l
 def keep_fitting(
     requests: list[WorkloadRequest], options: argparse.Namespace, context: int
 ) -> tuple[list[WorkloadRequest], int]:
-    """Split off requests that are longer than `--max-length`: the others, and the number of those.
-
-    Raises:
-      ValueError: one is longer than the model's context, and there is no such flag, or it leaves none.
-    """
+    """Split off requests that are longer than `--max-length`: the others, and the number of those."""
     max_length = options.max_length
     shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
     if max_length is not None and max_length > context:
@@ -148,11 +132,7 @@ def keep_fitting(
 
 
 def named_model(text: str) -> LlamaConfig:
-    """A model by its name, or that of a folder's `config.json`.
-
-    Raises:
-      ValueError: there is neither such a model nor such a folder, or the file is no configuration.
-    """
+    """A model by its name, or that of a folder's `config.json`."""
     if text in MODELS:
         return MODELS[text]
     path = Path(text)

@@ -36,17 +36,10 @@ _Message = tuple[bytes, bytes, bytes]  # topic, number, payload
 class KvPublisher:
     """Publisher that sends from a thread of its own and replays from another: callers of `publish` never wait.
 
-    Args:
-      endpoint: where subscribers are, such as "tcp://127.0.0.1:5557". It is bound if its host is `*` or this machine
-        alone, as are `ipc` and `inproc`; to another host it connects.
-      replay: bound likewise, for readers of missed messages; None: there is no replay.
-      topic: the first frame of each message.
+    Endpoints of this machine, or of `*`, are bound; to another host the publisher connects.
 
     Attributes:
       endpoint, replay_endpoint: what they are bound to, where a port was `*`.
-
-    Raises:
-      ValueError: an endpoint is no ZeroMQ address, or in use.
     """
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:

@@ -63,9 +63,6 @@ class PageFeed(ABC):
 
         The second may repeat some of the first: steps and outputs have numbers. Where nothing is new for long, an empty
         text comes.
-
-        Raises:
-          TooManyViewers: there are `MAX_VIEWERS` already.
         """
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} pages watch this server already")

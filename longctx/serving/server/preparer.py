@@ -37,9 +37,6 @@ class Bodies:
         """Yield the body of a request, which is held meanwhile.
 
         It must be JSON by its header, which no form of a web page is.
-
-        Raises:
-          ApiError: it is none, too large, or too slow; or others fill the memory that there is for them.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -91,11 +88,7 @@ since tokenising and hashing hold the interpreter's lock."""
 
 
 class Preparer:
-    """Parser that runs where it is called for short bodies, in threads for others, and in processes for long ones.
-
-    Args:
-      num_processes: 0: threads read the long ones too.
-    """
+    """Parser that runs where it is called for short bodies, in threads for others, and in processes for long ones."""
 
     def __init__(self, parser: RequestParser, num_processes: int) -> None:
         self.parser, self._num_processes = parser, num_processes
