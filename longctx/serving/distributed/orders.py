@@ -43,13 +43,9 @@ class Arrival(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Request that the engine has cancelled at a time, or with `lease` has ended for another engine.
-
-    Its pages are kept under this id then, see `Request.lease`.
-    """
+    """Request that the engine has cancelled at a time."""
 
     request_id: str
-    lease: str | None = None
     now: float = 0.0
 
 
@@ -177,7 +173,7 @@ def encode_update(update: RequestUpdate) -> tuple[dict[str, Any], list[bytes]]:
                 fields |= {"handoff": handoff.to_dict(), "resumed": resumed}
             return fields, [np.asarray(request.prompt if tokens is None else tokens).astype("<i4").tobytes()]
         case Cancel():
-            return {"id": update.request_id, "lease": update.lease}, []
+            return {"id": update.request_id}, []
         case Loaded():
             return {"loaded": update}, []
         case Release():
@@ -207,4 +203,4 @@ def decode_update(fields: dict[str, Any], tokens: Iterator[bytes]) -> RequestUpd
             return Located(lease_id, place)
         case {"pinned": keys, "seconds": seconds}:
             return Pin([bytes.fromhex(key) for key in keys], seconds)
-    return Cancel(fields["id"], fields["lease"])
+    return Cancel(fields["id"])

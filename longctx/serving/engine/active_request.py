@@ -192,14 +192,13 @@ class ActiveRequests(dict[str, ActiveRequest]):
         self.enter(request)
         return request
 
-    def leave(self, request: ActiveRequest, lease: str | None = None) -> None:
-        """End what has not ended of a request; with `lease`, for another engine."""
+    def leave(self, request: ActiveRequest) -> None:
+        """End what has not ended of a request."""
         self.enter(request)
         if self.get(request.request_id) is request:
-            core = self._core
             for sequence in request.sequences:
-                self.deliver(core.cancel(sequence) if lease is None else core.hand_off(sequence, lease))
-            self._note(Cancel(request.request_id, lease, self._clock()), ())
+                self.deliver(self._core.cancel(sequence))
+            self._note(Cancel(request.request_id, self._clock()), ())
 
     def deliver(self, events: List[Event]) -> None:
         """Pass events on, and forget requests that have ended with them."""

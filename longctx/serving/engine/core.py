@@ -176,21 +176,6 @@ class Core:
             return []
         return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self.now)]
 
-    def hand_off(self, sequence: Sequence, name: str) -> list[Event]:
-        """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`.
-
-        Args:
-          sequence: to end.
-          name: of the lease.
-
-        Returns:
-          Its last event, unless it has ended.
-        """
-        if sequence.state is State.FINISHED:
-            return []
-        self._keep_pages(sequence, completion_of(sequence).lease_under(name))
-        return [self._finish(sequence, "", None, "moved", self.now)]
-
     def end_load(self, loaded: Loaded) -> Sequence | None:
         """End a load (`Batch.loads`); returns its sequence, which computes what is missing, or None if it is gone."""
         sequence = self.scheduler.end_load(loaded)
@@ -405,7 +390,7 @@ class Core:
         if lease_id is not None:
             if reason in ("stop", "length"):
                 self._keep_pages(sequence, lease_id)
-            elif completion.lease is None or completion.lease.lease_id != lease_id:
+            else:
                 self.leases.drop(lease_id, sequence)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
@@ -421,23 +406,14 @@ class Core:
 
     def _keep_pages(self, sequence: Sequence, lease_id: str) -> None:
         """Keep the pages of a sequence that is about to end, as far as their contents are known to be right."""
-        completion, complete = completion_of(sequence), sequence.computed
-        if self.scheduler.plan.stage > 1 and (
-            sequence.state is State.PREFILLING or self._has_chunk_in_flight(sequence)
-        ):
-            complete = 0  # later stages compute its last chunks still
-        length = min(complete, completion.num_known - 1)
+        completion = completion_of(sequence)
+        length = min(sequence.computed, completion.num_known - 1)
         if not sequence.is_running or length <= 0:
             self.leases.drop(lease_id, sequence)
         elif self.leases.keep(
             lease_id, sequence, self._lease_keys(completion, sequence.keys, length), sequence.pages, length
         ):
             completion.lease = Lease(lease_id, length)
-
-    def _has_chunk_in_flight(self, sequence: Sequence) -> bool:
-        """Whether rows of its prompt, or of what it computes again, are in the stages."""
-        chunks = itertools.chain.from_iterable(batch.chunks for batch in self.in_flight)
-        return any(chunk.sequence is sequence and not chunk.decodes for chunk in chunks)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""

@@ -338,21 +338,12 @@ class Engine:
         Returns:
           False if it is unknown or has ended.
         """
-        return self._end(request_id, None)
-
-    def hand_off(self, request_id: str, lease: str) -> bool:
-        """End a request wherever it is, for another engine that goes on with it.
-
-        Its last events say `"moved"`, and `Handoff.of` their outputs is what the other engine is given.
-
-        Args:
-          request_id: of the request.
-          lease: under which its pages are kept, see `Request.lease`.
-
-        Returns:
-          False if it is unknown or has ended.
-        """
-        return self._end(request_id, lease)
+        self._check_alive()
+        self._lock.apply()
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._lock.update(self.requests.leave, [request])
+        return request is not None
 
     def step(self) -> list[Event]:
         """Begin what can be, wait for the oldest in-flight batch; returns the events of submitted requests.
@@ -404,15 +395,6 @@ class Engine:
         except BaseException:
             self._lock.update(self.requests.leave, requests)
             raise
-
-    def _end(self, request_id: str, lease: str | None) -> bool:
-        """End a request by its id; whether it is known."""
-        self._check_alive()
-        self._lock.apply()
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._lock.update(lambda request: self.requests.leave(request, lease), [request])
-        return request is not None
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
         for journal in self._journals:

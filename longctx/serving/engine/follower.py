@@ -95,7 +95,7 @@ class Follower:
                 prepared = self._input_processor.prepare(request)
                 requests.repeat(prepared, request_id, now, available, handoff, resumed)
             case Cancel():
-                requests.leave(requests[update.request_id], update.lease)
+                requests.leave(requests[update.request_id])
             case Loaded():
                 core.end_load(update)
             case Release():

@@ -179,7 +179,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             case Arrival():
                 self._write(_arrived(update, sequences))
             case Cancel():
-                self._write(Cancelled(update.request_id, update.now, self._take_left(), update.lease))
+                self._write(Cancelled(update.request_id, update.now, self._take_left()))
             case Release():
                 self._write(Released(update.lease_id))
             case Loaded():

@@ -44,12 +44,11 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """A request has been cancelled, or ended for another engine (`lease`); `left` as in `Ended`."""
+    """A request has been cancelled; `left` as in `Ended`."""
 
     request_id: str
     now: float
     left: tuple[PartialPage | None, ...]
-    lease: str | None = None
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):

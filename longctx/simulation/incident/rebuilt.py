@@ -289,7 +289,7 @@ class Rebuilt:
             return []
         events: list[Event] = []
         request.deliver = lambda _, event: events.append(event)
-        self.requests.leave(request, cancelled.lease)
+        self.requests.leave(request)
         return events
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence]) -> None:
