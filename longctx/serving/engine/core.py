@@ -13,14 +13,16 @@ The drivers are `Engine`, `Follower` in other processes, replays, and the simula
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 
 import numpy as np
 
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats, Load
 from longctx.serving.executor.interface import Results
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
@@ -450,6 +452,40 @@ class Core:
             return None
         computed = completion.tokens[: sequence.computed]
         return self.sessions.note(_root(self.page_hash, completion), session, sequence.keys, computed)
+
+
+def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
+    """Begin what can be and wait for the oldest in-flight batch; None if there is none. `Core.end` takes its results.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    if not begin_steps(core, queue, now, logs):
+        return None
+    return end_step(queue, logs)
+
+
+def begin_steps(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> bool:
+    """Begin what can be; whether a batch is in flight then.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    while (batch := core.begin(now)) is not None:
+        for log in logs:
+            log.note_plan(batch)
+        queue.submit(batch)
+    if not queue and core.is_stuck:
+        raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+    return bool(queue)
+
+
+def end_step(queue: SubmitQueue, logs: Iterable[DecisionLog] = ()) -> EndedStep:
+    """Wait for the oldest in-flight batch."""
+    step = queue.wait()
+    for log in logs:
+        log.note_draw(step.batch, step.results.tokens)
+    return step
 
 
 def _root(page_hash: PageHash, completion: Completion) -> bytes:

@@ -15,10 +15,9 @@ from longctx.serving.distributed.orders import (
     StepOrder,
 )
 from longctx.serving.engine.active_request import ActiveRequests
-from longctx.serving.engine.core import Core
+from longctx.serving.engine.core import Core, run_step
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.engine.page_transfers import PageTransfers
-from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded, LocatedSources

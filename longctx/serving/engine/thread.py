@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from longctx.serving.engine.active_request import ActiveRequest, Sink
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.metrics import Load, StepMetrics, StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics, notify
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
@@ -74,7 +74,8 @@ class EngineThread:
     Attributes:
       failure: gets the exception with which the engine fails, or None when the thread ends in order.
       load: as of the last step, or of the last request to come or go while no step ran.
-      on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
+      on_step: are called after each step with its metrics and the load, in the engine's thread; one that raises is
+        logged, and not called again.
       on_end: likewise, with each completion that ends, and its request.
 
     Examples:
@@ -102,7 +103,7 @@ class EngineThread:
     ) -> None:
         self.engine, self.control = engine, control or AdmissionControl(engine)
         self.failure: Future[None] = Future()
-        self.on_step: list[Callable[[StepReport], object]] = []
+        self.on_step: list[Callable[[StepMetrics, Load], object]] = []
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
         self._events: deque[tuple[ActiveRequest, Event, bool]] = (
@@ -285,7 +286,7 @@ class EngineThread:
             by_request.setdefault(request, []).append(event)
             if event.output is not None:
                 self.control.note_output(event.output, request.prepared.request.sampling.max_tokens)
-                _call_all(self.on_end, event.output, request.prepared.request)
+                notify(self.on_end, event.output, request.prepared.request)
             if is_last:
                 ended.append(request)
         for request, events in by_request.items():
@@ -329,7 +330,7 @@ class EngineThread:
         self.load = self._look()
         if metrics.admitted:
             self.control.note_fewer()
-        _call_all(self.on_step, StepReport(metrics, self.load))
+        notify(self.on_step, metrics, self.load)
 
     def _look(self) -> Load:
         return self.engine.core.load(self.engine.stats(), self.engine.now())
@@ -337,12 +338,3 @@ class EngineThread:
     def _check_running(self) -> None:
         if self.failure.done():
             raise RuntimeError("the engine has failed, or is closed") from self.failure.exception()
-
-
-def _call_all(calls: list[Callable[..., object]], *arguments: object) -> None:
-    for call in tuple(calls):
-        try:
-            call(*arguments)
-        except Exception:
-            calls.remove(call)
-            logger.exception("an observer of the engine raised, and is not called any more")

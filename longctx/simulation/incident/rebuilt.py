@@ -16,8 +16,8 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.orders import DecisionLog, RequestUpdate
 from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.input_processor import SequenceMaker
-from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
