@@ -62,4 +62,4 @@ def test_digests_are_the_same_in_every_process_and_version() -> None:
     chunk = Chunk(None, 2, 100_000, 1, True, True, (0, 1), False)  # type: ignore[arg-type]
     digest.add_plan(Batch(5, [chunk, chunk._replace(slot=3)], [TableRun(2, 7, [4, 5])]))
     digest.add_tokens(Batch(5), [17, -1])
-    assert digest.digest == "d4abf3d6e2bb1fbc"
+    assert digest.digest.hex() == "d4abf3d6e2bb1fbc"

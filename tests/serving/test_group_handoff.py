@@ -16,7 +16,7 @@ from test_page_loads import storing_engine
 
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
-from longctx.serving.distributed.lockstep import LoadEnds
+from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Located
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.leases import LeaseGone
@@ -174,14 +174,14 @@ def test_leases_that_are_asked_for_elsewhere() -> None:
     """They are told apart from the ends of loads."""
 
     def act(group: ProcessGroup) -> Any:
-        ends = LoadEnds(group)
+        ends = Lockstep(group)
         if not group.is_first:
             ends.report_asked("a")
-            ends.report([Loaded("x", 3, 2.0)])
+            ends.report_loads([Loaded("x", 3, 2.0)])
             ends.report_asked("b")
             group.barrier("all is told")
             return None
         group.barrier("all is told")
-        return ends.asked(), ends.complete([Loaded("x", 4, 1.0)], {"x"}), ends.asked()
+        return ends.take_asked(), ends.complete_loads([Loaded("x", 4, 1.0)], {"x"}), ends.take_asked()
 
     assert run_processes(2, act)[0] == ({"a", "b"}, [Loaded("x", 3, 2.0)], set())

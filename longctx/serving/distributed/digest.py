@@ -30,13 +30,8 @@ class DecisionDigest:
         self._last: deque[tuple[int, bytes, bool]] = deque(maxlen=_NUM_SHOWN)
 
     @property
-    def digest(self) -> str:
-        """Digest of all decisions so far, in hexadecimal."""
-        return self._hash.hexdigest()
-
-    @property
-    def raw(self) -> bytes:
-        """`digest`, as bytes."""
+    def digest(self) -> bytes:
+        """Digest of all decisions so far."""
         return self._hash.digest()
 
     def add_plan(self, batch: Batch) -> None:

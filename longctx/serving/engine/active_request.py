@@ -173,8 +173,8 @@ class ActiveRequests(dict[str, ActiveRequest]):
             for sequence in sequences:
                 sequence.available = request.available
         available, now = sequences[0].available, self._clock() if request.resumed is None else request.resumed
-        arrival = Arrival(prepared.request, request_id, request.arrival, available, handoff, now, prepared.tokens)
-        self._note(arrival, sequences)
+        entered = prepared.request, request_id, request.arrival, prepared.tokens, available, handoff, now
+        self._note(Arrival(*entered), sequences)
         if handoff is None:
             self._core.add(sequences)
         else:

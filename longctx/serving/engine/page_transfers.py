@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
-from longctx.serving.distributed.orders import Evict, Located, Pin, Release, RequestUpdate
+from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Evict, LoadEnd, Located, Pin, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.interface import Executor, MoverStats
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
@@ -58,7 +58,7 @@ class PageTransfers:
         clock: Callable[[], float],
         lockstep: Lockstep,
     ) -> None:
-        self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
+        self.store, self._lockstep = store, lockstep
         self._core, self._executor, self._note = core, executor, note
         self._between_steps, self._clock = between_steps, clock
         self.on_load: list[Callable[[Loaded], object]] = []
@@ -101,10 +101,10 @@ class PageTransfers:
         """Let sequences go on whose loads have ended, and unused leases expire."""
         ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
         self._note_fetched(ended, False)
-        complete = self._load_ends.complete(ended, self._core.scheduler.loads)
+        complete = self._lockstep.complete_loads(ended, self._core.scheduler.loads)
         self._note_fetched(complete, True)
         for loaded in complete:
-            self._note(loaded)
+            self._note(LoadEnd(loaded))
             self._core.end_load(loaded)
             for call in self.on_load:
                 call(loaded)
@@ -129,7 +129,7 @@ class PageTransfers:
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
-        self._asked |= dict.fromkeys(self._load_ends.asked(), now)
+        self._asked |= dict.fromkeys(self._lockstep.take_asked(), now)
         for lease_id in tuple(self._asked):  # other threads add to them meanwhile
             if lease_id not in leases:
                 self._asked.pop(lease_id, None)
@@ -167,7 +167,7 @@ class PageTransfers:
         elif time.monotonic() > self._told.get(lease_id, 0.0) + _TELL_SECONDS:
             self._told = {other: told for other, told in tuple(self._told.items()) if other in self._core.leases}
             self._told[lease_id] = time.monotonic()
-            self._load_ends.report_asked(lease_id)
+            self._lockstep.report_asked(lease_id)
         return lease
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:

@@ -78,7 +78,7 @@ class Replayer:
         self._plans = []
         engine.executor.now, engine.executor.recorded = record.now, ended
         step = engine.step(record.now)
-        if self._decisions.raw != record.digest or (step is None) != (ended is None):
+        if self._decisions.digest != record.digest or (step is None) != (ended is None):
             plans = "\n".join(describe(plan_bytes(batch)) for batch in self._plans) or "  nothing"
             raise Differs(f"step {number} differs: the replay plans\n{plans}")
         if step is None or ended is None:
