@@ -19,7 +19,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 
 
-class Update(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class Update(msgspec.Struct, array_like=True, tag=True):
     """Base of updates."""
 
 
@@ -157,10 +157,6 @@ class Journal(DecisionLog, Protocol):
 
     def note_end(self, step: EndedStep | None, events: list[Event]) -> None:
         """The core has taken the results of the step's oldest batch, and made these events; None: none had begun."""
-        ...
-
-    def note_clear(self) -> None:
-        """The cache has forgotten what it held."""
         ...
 
     def note_failure(self, cause: str) -> None:

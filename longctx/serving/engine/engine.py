@@ -250,14 +250,12 @@ class Engine:
         """Return the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
 
         Raises:
-          RuntimeError: requests have not ended, or other processes take part.
+          RuntimeError: requests have not ended, other processes take part, or it is recorded.
         """
         with self._without_requests("lend_executor", "an engine is measured while it serves no request:"):
-            if not self._lockstep.is_alone:
-                raise RuntimeError("an engine is measured in one process alone")
+            if self._journals != [self._lockstep] or not self._lockstep.is_alone:
+                raise RuntimeError("an engine is measured in one process alone, and not while it is recorded")
             self.core.pool.clear()
-            for journal in self._journals:
-                journal.note_clear()
             with self._lock.failing():
                 yield self.executor
 

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import Arrival, Cancel, Evict, LoadEnd, Located, Order, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Cancel, Located, Order, RequestUpdate
 from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.core import Core, run_step
 from longctx.serving.engine.input_processor import InputProcessor
@@ -75,24 +76,19 @@ class Follower:
             self._requests.deliver(self._core.end(step.batch, step.results, now, seconds))
 
     def _apply(self, update: RequestUpdate) -> None:
-        core, requests = self._core, self._requests
         match update:
             case Arrival(request, request_id, now, tokens, available, handoff, resumed):
                 if self._sources is not None and handoff is not None:
                     leases = {each.lease for each in handoff.completions if each.lease is not None}
                     self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
                     self._leases[request_id] = leases
-                prepared = self._input_processor.prepare(dataclasses.replace(request, prompt=tokens))
-                requests.repeat(prepared, request_id, now, available, handoff, resumed)
-            case Cancel():
-                requests.leave(requests[update.request_id])
-            case LoadEnd(loaded):
-                core.end_load(loaded)
-            case Release(lease_id):
-                core.leases.release(lease_id)
-            case Evict(tier="device"):
-                keys = frozenset(update.keys)
-                core.pool.evict(lambda key: key in keys)
-            case Located() if self._sources is not None:
-                self._sources.locate(update.lease_id, update.place)
-        self._pages.tell_store(update)
+                prompt: Any = tokens
+                prepared = self._input_processor.prepare(dataclasses.replace(request, prompt=prompt))
+                self._requests.repeat(prepared, request_id, now, available, handoff, resumed)
+            case Cancel(request_id):
+                self._requests.leave(self._requests[request_id])
+            case Located(lease_id, place):
+                if self._sources is not None:
+                    self._sources.locate(lease_id, place)
+            case _:
+                self._pages.apply(update)

@@ -104,8 +104,7 @@ class PageTransfers:
         complete = self._lockstep.complete_loads(ended, self._core.scheduler.loads)
         self._note_fetched(complete, True)
         for loaded in complete:
-            self._note(LoadEnd(loaded))
-            self._core.end_load(loaded)
+            self._do(LoadEnd(loaded))
             for call in self.on_load:
                 call(loaded)
         if self._core.leases or self._asked:
@@ -118,14 +117,23 @@ class PageTransfers:
                 for call in self.on_fetch:
                     call(source, is_everywhere)
 
-    def tell_store(self, update: RequestUpdate) -> None:
-        """Let what keeps pages beyond the devices do what an update says."""
+    def apply(self, update: RequestUpdate) -> None:
+        """Let pages go on or leave as an update says."""
         match update:
-            case Pin() if self.store is not None:
-                self.store.pin(update.keys, time.monotonic() + update.seconds)
-            case Evict(tier="host") if isinstance(self.store, TieredStore):
-                keys = frozenset(update.keys)
-                self.store.evict(lambda key: key in keys)
+            case LoadEnd(loaded):
+                self._core.end_load(loaded)
+            case Release(lease_id):
+                self._core.leases.release(lease_id)
+            case Pin(keys, seconds) if self.store is not None:
+                self.store.pin(keys, time.monotonic() + seconds)
+            case Evict("device", keys):
+                self._core.pool.evict(frozenset(keys).__contains__)
+            case Evict("host", keys) if isinstance(self.store, TieredStore):
+                self.store.evict(frozenset(keys).__contains__)
+
+    def _do(self, update: RequestUpdate) -> None:
+        self._note(update)
+        self.apply(update)
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
@@ -143,8 +151,7 @@ class PageTransfers:
     def _release(self, lease_id: str) -> None:
         lease = self._core.leases.get(lease_id)
         if lease is not None and lease.is_wanted:
-            self._note(Release(lease_id))
-            self._core.leases.release(lease_id)
+            self._do(Release(lease_id))
 
     def close(self) -> None:
         """Let what keeps pages beyond the devices write what waits, and end it: no step follows."""
@@ -197,11 +204,7 @@ class PageTransfers:
 
     def pin(self, keys: list[Key], seconds: float) -> None:
         """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""
-        self._between_steps(lambda: self._pin(keys, seconds))
-
-    def _pin(self, keys: list[Key], seconds: float) -> None:
-        self._note(update := Pin(keys, seconds))
-        self.tell_store(update)
+        self._between_steps(lambda: self._do(Pin(keys, seconds)))
 
     def evict(self, tier: str, is_wanted: Callable[[Key], bool]) -> "Future[int]":
         """Let unused pages with wanted keys leave the devices or the host's memory.

@@ -152,30 +152,17 @@ class EngineThread:
         received = received or _NOTHING
         arrival = self.engine.now() if arrival is None else arrival
         request = ActiveRequest(prepared, arrival, self._collect, received.handoff, received.sources, sink)
-        self._begin(request, received.staged, self._admit)
-        return request.request_id
-
-    def _admit(self, request: ActiveRequest) -> None:
-        if self._is_draining:
-            raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
-        self.control.admit(request)
-
-    def _begin(
-        self,
-        request: ActiveRequest,
-        staged: Staged | None = None,
-        admit: Callable[[ActiveRequest], object] = lambda request: None,
-    ) -> None:
-        """Let a request enter the engine, once its pages are in host memory; unless it is refused."""
         self.engine.claim([request])
         self._count(1)
         try:
             self._check_running()
-            admit(request)
-            if staged is None:
+            if self._is_draining:
+                raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
+            self.control.admit(request)
+            if received.staged is None:
                 self.engine.begin([request])
             else:
-                staged.ready.add_done_callback(lambda _: self._begin_staged(request))
+                received.staged.ready.add_done_callback(lambda _: self._begin_staged(request))
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
             if self.engine.requests.drop(request):
@@ -185,6 +172,7 @@ class EngineThread:
             raise
         finally:
             self._wake.set()
+        return request.request_id
 
     def _begin_staged(self, request: ActiveRequest) -> None:
         if self.engine.requests.get(request.request_id) is request:  # otherwise it has ended

@@ -21,7 +21,6 @@ from longctx.serving.executor.page_mover import PageMover
 from longctx.serving.executor.row_layout import RowLayout, TableEntry
 from longctx.serving.executor.step_shapes import Message, Rows, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
-from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
@@ -318,10 +317,6 @@ class DeviceExecutor:
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         return self.runner.read_pages(pages, layers)
-
-    @property
-    def page_layout(self) -> PageLayout:
-        return self.runner.page_layout
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""

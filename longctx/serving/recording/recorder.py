@@ -23,7 +23,6 @@ from longctx.serving.recording.records import (
     STOP,
     Arrived,
     Cancelled,
-    Cleared,
     Closed,
     Ended,
     Failed,
@@ -201,9 +200,6 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             ends = _ends(step.batch, events)
             ended = Ended(step.finished, step.duration, step.is_exact, ends, keys, self._take_left())
         self._write(Step(self._now, self._decisions.digest, ended))
-
-    def note_clear(self) -> None:
-        self._write(Cleared())
 
     def note_failure(self, cause: str) -> None:
         self._write(Failed(cause))

@@ -74,10 +74,6 @@ class Step(msgspec.Struct, array_like=True, frozen=True, tag=3):
     ended: Ended | None
 
 
-class Cleared(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """The cache has forgotten what it held."""
-
-
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=5):
     """The engine has failed."""
 
@@ -104,7 +100,7 @@ class Released(msgspec.Struct, array_like=True, frozen=True, tag=8):
     lease_id: str
 
 
-Record = Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released
+Record = Arrived | Cancelled | Step | Failed | Closed | LoadEnded | Released
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

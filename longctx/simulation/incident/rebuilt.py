@@ -29,7 +29,6 @@ from longctx.serving.recording.records import (
     STOP,
     Arrived,
     Cancelled,
-    Cleared,
     Ended,
     LoadEnded,
     Record,
@@ -222,8 +221,6 @@ class Rebuilt:
                 self.core.leases.release(record.lease_id)
             case LoadEnded():
                 self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
-            case Cleared():
-                self.core.pool.clear()
         return []
 
     def step(self, now: float) -> EndedStep | None:
