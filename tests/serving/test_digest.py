@@ -48,7 +48,7 @@ def test_no_two_decisions_have_the_same_bytes(one: Batch, other: Batch) -> None:
 
 @given(BATCHES)
 def test_plans_are_described(batch: Batch) -> None:
-    text = describe(plan_bytes(batch))
+    text = describe(batch)
     assert text.startswith(f"  step {batch.index} computes ")
     for chunk in batch.chunks:
         assert f"slot {chunk.slot}: {chunk.num_tokens} from {chunk.start} on ranks {list(chunk.ranks)}" in text
