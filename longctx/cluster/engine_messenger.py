@@ -22,7 +22,7 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.runner.page_parts import process_part
+from longctx.serving.runner.page_transfer import process_part
 
 MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""

@@ -45,7 +45,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.recording.log import Header
 from longctx.serving.recording.recorder import Recorder
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
-from longctx.serving.runner.page_parts import process_part
+from longctx.serving.runner.page_transfer import process_part
 
 
 class PageIdentity(NamedTuple):
