@@ -25,10 +25,8 @@ from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
-    head_bytes,
     memory_use,
     most_pages,
-    param_bytes,
     steps_in_flight,
 )
 from longctx.serving.engine.page_fingerprint import page_fingerprint
@@ -194,7 +192,13 @@ def resolve(
     config = config or EngineConfig()
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
     max_length = config.longest_sequence(model.config.max_positions)
-    num_pages = resolve_num_pages(model, params, config, max_length, mesh)
+    num_pages = config.num_pages or most_pages(config, max_length)
+    if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
+        # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
+        dtype = params["embed"].dtype
+        needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
+        needed.check(mesh.local_devices[0])
+        num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length)
     topology = resolve_topology(topology, plan, mesh)
     is_profiled = predictor is not None
     element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
@@ -311,24 +315,3 @@ def resolve_mesh(
             f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"
         )
     return plan, mesh
-
-
-def resolve_num_pages(
-    model: Llama, params: Params | None, config: EngineConfig, max_length: int, mesh: Mesh | None
-) -> int:
-    """Pages on each context rank: `num_pages`, or as many as all that may run could ever need, if there is room.
-
-    Raises:
-      ValueError: there is no room, with the numbers.
-    """
-    if params is None or mesh is None:
-        return config.num_pages or most_pages(config, max_length)
-    dtype = params["embed"].dtype
-    needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
-    needed.check(mesh.local_devices[0])
-    if config.num_pages is not None:
-        return config.num_pages
-    placed = params["embed"].devices() == set(mesh.devices.flat)
-    # What is placed already stays, but for the head, which is spread over stages too.
-    besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
-    return default_pages(model, config, mesh, dtype, max_length, besides)
