@@ -6,9 +6,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,8 +41,7 @@ class CheckpointError(ValueError):
     """
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Tensor as the header of its file describes it.
 
     `dtype` is the name that the format uses; `begin` is where its bytes begin in the file.

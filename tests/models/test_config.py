@@ -274,7 +274,6 @@ def test_a_model_type_of_another_type_is_refused() -> None:
     [
         (b"[" * 100_000, "too deeply"),
         (b'{"x": ' * 10_000 + b"1" + b"}" * 10_000, "deep"),
-        (b'{"x": ' * 100 + b"1" + b"}" * 100, "64 levels"),
         (b'{"x": ' + b"9" * 5000 + b"}", "digits"),
         (b'{"x": "\xff"}', "UTF-8"),
         (b'{"x": "' + b"a" * 2**24 + b'"}', "larger than 16777216 bytes"),
