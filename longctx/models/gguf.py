@@ -254,9 +254,7 @@ def _read_start(cursor: _Cursor) -> tuple[int, int]:
     if start == _LFS_POINTER:
         raise CheckpointError(f"{cursor.path} is a Git LFS pointer; `git lfs pull` fetches the file")
     if start not in (b"GGUF\2\0\0\0", b"GGUF\3\0\0\0"):
-        raise CheckpointError(
-            f"{cursor.path} is no little-endian GGUF of version 2 or 3: it begins with {start!r}"
-        )
+        raise CheckpointError(f"{cursor.path} is no little-endian GGUF of version 2 or 3: it begins with {start!r}")
     return cursor.uint64("the number of tensors"), cursor.uint64("the number of keys")
 
 

@@ -181,8 +181,3 @@ def test_what_may_not_go_leaves_no_room() -> None:
     assert not index.has_room(1)
     index.unpin("pinned")
     assert index.make_room(1) == ["pinned"]
-
-
-def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="eviction must be one of lru, lfu, length, got 'fifo'"):
-        TierIndex[str](1, "fifo")

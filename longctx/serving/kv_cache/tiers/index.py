@@ -44,13 +44,6 @@ EVICTION: dict[str, Callable[[_Entry], tuple[int, ...]]] = {
 """
 
 
-def check_eviction(name: str) -> str:
-    """ValueError, unless there is a rule of that name."""
-    if name not in EVICTION:
-        raise ValueError(f"eviction must be one of {', '.join(EVICTION)}, got {name!r}")
-    return name
-
-
 @runtime_checkable
 class TierListener(Protocol):
     """Hears of whole pages in host memory (`"host"`) and on disk (`"disk"`), change by change.
@@ -84,7 +77,7 @@ class TierIndex(Generic[Name]):
     def __init__(self, capacity: int, eviction: str = "lru") -> None:
         self.capacity, self.max_pinned = capacity, capacity // 2
         self.used = self.pinned = self.num_evicted = 0
-        self._rank = EVICTION[check_eviction(eviction)]
+        self._rank = EVICTION[eviction]
         self._entries: dict[Name, _Entry] = {}
         self._followers: dict[object, dict[Name, None]] = {}  # entries after one, which is there or not
         self._heap: list[tuple[tuple[int, ...], int, Name]] = []  # those that may go; outdated items are skipped

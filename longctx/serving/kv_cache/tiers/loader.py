@@ -16,7 +16,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskPage, DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum, PageName
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierStats
+from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.writer import IN_THE_BACKGROUND, URGENT, Workers
 
 _THREADS = 2
@@ -123,13 +123,6 @@ class PageLoader:
         for load in list(self._loads):  # of threads that hang
             self._end(load)
 
-    def read(self, page: HostPage | DiskPage, out: np.ndarray) -> bool:
-        """Copy a page, which is held if it is in host memory; False if it is wrong."""
-        if isinstance(page, HostPage):
-            np.copyto(out, self._host.memory.pages[page.slot])
-            return self._is_right(page)
-        return self._disk is not None and self._disk.read(page, out.data.cast("B")) is not None
-
     def _is_right(self, page: HostPage) -> bool:
         return self._checksum(page.name.key, self._host.memory.buffer(page.slot)) == page.checksum
 
@@ -157,8 +150,7 @@ class PageLoader:
                     step(load)
                 else:
                     self._end(load)
-            except BaseException as error:
-                self._stats.last_error = repr(error)
+            except BaseException:
                 self._end(load)
                 raise
 
@@ -223,60 +215,68 @@ class PageLoader:
         self._give(load, pages[:right], [self._host.memory.pages[page.slot] for page in pages[:right]])
 
     def _load_from_disk(self, load: _Load, files: list[DiskPage]) -> None:
-        """Read pages from disk, keep them in host memory and give them, up to one that is wrong, which is forgotten."""
-        assert self._disk is not None
-        pages, outs = self._targets([file.name for file in files])
-        sums: list[int] = []
-        try:
+        """Read pages from disk, up to one that is wrong or gone: those are forgotten."""
+
+        def read(outs: list[np.ndarray]) -> list[int]:
+            disk, sums = self._disk, list[int]()
+            assert disk is not None
             for file, out in zip(files, outs, strict=True):
-                if (checksum := self._disk.read(file, out.data.cast("B"))) is None:
+                if (checksum := disk.read(file, out.data.cast("B"))) is None:
+                    wrong = {file, *(other for other in files if not other.path.exists())}
+                    with self._lock:
+                        for page in (page for page in wrong if disk.find(page.name.key) is page):
+                            self._stats.disk.corrupt += page.path.exists()
+                            disk.delete(disk.forget(page.name.key))
                     break
                 sums.append(checksum)
-        except BaseException:
-            self._keep(load, pages, [])
-            raise
-        self._keep(load, pages, sums)
-        with self._lock:
-            if len(sums) < len(files):
-                self._disk.forget_gone(load.keys[load.done + len(sums) :])
-                if self._disk.find((wrong := files[len(sums)]).name.key) is wrong:
-                    self._disk.forget_wrong(wrong)
-                    self._stats.disk.corrupt += 1
-            self._stats.disk.hits += len(sums) * (load.fetch is not None)
-            self._stats.disk.bytes_read += len(sums) * self._host.memory.page_bytes
-        self._give(load, pages[: len(sums)], outs[: len(sums)])
+            return sums
+
+        self._fill(load, [file.name for file in files], read, self._stats.disk)
 
     def _read_remote(self, load: _Load) -> None:
-        """Read the next few pages from the remote store, keep them in host memory and give them."""
-        assert self._remote is not None
+        """Read the next few pages from the remote store."""
         keys = load.keys[load.done :][: self._chunk]
-        names = [remote_name(self._fingerprint, key, self._part) for key in keys]
-        count = min(self._remote.exists(names), len(names))
-        values = np.zeros((count, CHECKSUM_BYTES + self._host.memory.page_bytes), np.uint8)
-        count = min(self._remote.get(names[:count], values), count) if count else 0
-        sums: list[int] = []
-        for key, value in zip(keys, values[:count], strict=False):
-            sums.append(int.from_bytes(value[:CHECKSUM_BYTES].tobytes(), "little"))
-            if self._checksum(key, value[CHECKSUM_BYTES:].data) != sums[-1]:
-                sums.pop()
-                break
-        right = enumerate(keys[: len(sums)], load.done)
-        pages, outs = self._targets([PageName(key, load.parents.get(key, b""), number) for number, key in right])
-        for out, value in zip(outs, values, strict=False):
-            out.data.cast("B")[:] = value[CHECKSUM_BYTES:].data
-        with self._lock:
-            counters = self._stats.remote
-            counters.hits += len(sums) * (load.fetch is not None)
-            counters.bytes_read += len(sums) * self._host.memory.page_bytes
-            counters.corrupt += len(sums) < count
-            if len(sums) < len(keys) and load.fetch is not None:
-                counters.misses += len(load.keys) - load.done - len(sums)
-        self._keep(load, pages, sums)
-        self._give(load, pages, outs)
-        if len(sums) == len(keys):
+
+        def read(outs: list[np.ndarray]) -> list[int]:
+            assert self._remote is not None
+            names, sums = [remote_name(self._fingerprint, key, self._part) for key in keys], list[int]()
+            count = min(self._remote.exists(names), len(names))
+            values = np.zeros((count, CHECKSUM_BYTES + self._host.memory.page_bytes), np.uint8)
+            count = min(self._remote.get(names[:count], values), count) if count else 0
+            for key, value, out in zip(keys[:count], values, outs, strict=False):
+                checksum, data = int.from_bytes(value[:CHECKSUM_BYTES].tobytes(), "little"), out.data.cast("B")
+                data[:] = value[CHECKSUM_BYTES:].data
+                if self._checksum(key, data) != checksum:
+                    self._stats.remote.corrupt += 1
+                    break
+                sums.append(checksum)
+            return sums
+
+        names = [PageName(key, load.parents.get(key, b""), number) for number, key in enumerate(keys, load.done)]
+        if self._fill(load, names, read, self._stats.remote) == len(keys):
             self._submit(self._workers, load, self._read)
         else:
+            self._stats.remote.misses += (len(load.keys) - load.done) * (load.fetch is not None)
             self._end(load)
+
+    def _fill(
+        self, load: _Load, names: list[PageName], read: Callable[[list[np.ndarray]], list[int]], counters: TierCounters
+    ) -> int:
+        """Read pages into host memory, keep and give those that came right, the leading ones; how many these are.
+
+        `read` fills arrays, and returns the checksums of those that came right.
+        """
+        pages, outs = self._targets(names)
+        sums: list[int] = []
+        try:
+            sums = read(outs)
+        finally:
+            self._keep(load, pages, sums)
+        with self._lock:
+            counters.hits += len(sums) * (load.fetch is not None)
+            counters.bytes_read += len(sums) * self._host.memory.page_bytes
+        self._give(load, pages[: len(sums)], outs[: len(sums)])
+        return len(sums)
 
     def _targets(self, names: list[PageName]) -> tuple[list[HostPage | None], list[np.ndarray]]:
         """Slots to read pages into, held, and their arrays; memory of its own where none is to be had."""

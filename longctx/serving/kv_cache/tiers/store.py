@@ -8,9 +8,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from longctx.models.validation import check_integer
 from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
@@ -18,7 +15,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
+from longctx.serving.kv_cache.tiers.index import TierListener
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
@@ -38,55 +35,46 @@ class TieredStore:
 
     def __init__(
         self,
+        config: TierConfig,
         layout: PageLayout,
         fingerprint: bytes,
-        host_bytes: int,
-        disk_bytes: int = 0,
-        disk: Path | None = None,
-        eviction: str = "lru",
+        part: PageSlice | None = None,
         remote: RemoteStore | None = None,
         queue_bytes: int | None = None,
-        part: PageSlice | None = None,
     ) -> None:
         """Allocate host memory, and find what is on disk.
 
         Args:
+          config: sizes and rules. Processes may share a folder; each has `disk_bytes` there.
           layout: of pages. fingerprint: of the model (`page_fingerprint`); pages of others are never found.
-          host_bytes, disk_bytes: capacities. disk: a folder, which processes may share; each has `disk_bytes` there.
-          eviction: a rule of `EVICTION`, for all tiers.
-          remote: a store beyond this machine.
+          part: layers and KV heads that this process's devices have. None: all.
+          remote: a store beyond this machine. None: that of `config`.
           queue_bytes: of pages that wait to be written, at most: those that come from the devices, and those that go
             to disk. None: a quarter of host memory, at most 1 GiB.
-          part: layers and KV heads that this process's devices have. None: all.
 
         Raises:
-          TypeError, ValueError: an argument is wrong, or the folder can't be used; the message names it.
+          ValueError: host memory has no room for a page, or the folder or the remote store can't be used; the message
+            names it.
         """
         part = layout.whole if part is None else part
-        layout.check_part(part)
-        if not isinstance(fingerprint, bytes) or not fingerprint:
-            raise ValueError("fingerprint must be bytes, at least one")
-        check_eviction(eviction)
-        host_bytes = check_integer("host_bytes", host_bytes, 1)
-        disk_bytes = check_integer("disk_bytes", disk_bytes, 0)
-        if bool(disk_bytes) != (disk is not None):
-            raise ValueError("disk and disk_bytes must be given together")
-        memory = HostMemory(host_bytes, layout, part)
-        if queue_bytes is None:
-            queue_bytes = min(host_bytes // 4, _MOST_QUEUE_BYTES)
-        queue_bytes = max(check_integer("queue_bytes", queue_bytes, 0, host_bytes), memory.page_bytes)
+        memory = HostMemory(config.host_bytes, layout, part)
+        queue_bytes = min(config.host_bytes // 4, _MOST_QUEUE_BYTES) if queue_bytes is None else queue_bytes
+        if remote is None and config.store is not None:
+            remote = open_remote(config.store)
 
         self.layout, self.part = layout, part
         self._lock = threading.Condition()
         self._stats = TierStats()
-        self._host = HostTier(memory, eviction)
-        self._disk = DiskTier(Path(disk), layout, part, fingerprint, disk_bytes, eviction) if disk is not None else None
+        self._host = HostTier(memory, config.eviction)
+        self._disk = None
+        if config.disk is not None:
+            self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction)
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
         self._is_closed = False
         self._fingerprint = fingerprint
         self._remote, self._probe = remote, None if remote is None else RemoteProbe(remote)
-        most, checksum = queue_bytes // memory.page_bytes, PageChecksum(fingerprint, part)
+        most, checksum = max(1, queue_bytes // memory.page_bytes), PageChecksum(fingerprint, part)
         self._store_queue = StoreQueue(self._lock, part, checksum, self._host, self._stats, most, self._has, self._keep)
         self._loader = PageLoader(
             self._lock, layout, part, fingerprint, self._host, self._disk, remote, self._stats, self._admit
@@ -97,7 +85,7 @@ class TieredStore:
             ("kv-write-remote", remote is not None, self._stats.remote, self._write_to_remote),
         ):
             if is_there:
-                self._writers.append(Writer(self._lock, self._host, self._stats, counters, most, name, write))
+                self._writers.append(Writer(self._lock, self._host, counters, most, name, write))
 
     # What is there
 
@@ -192,11 +180,12 @@ class TieredStore:
         At most half of a tier is pinned. Returns how many leading pages are pinned in some tier now; of those that are
         on their way, none. A time that is over unpins them.
         """
-        if until <= time.monotonic():
-            self.unpin(keys)
-            return 0
         with self._lock:
             self._expire()
+            if until <= time.monotonic():
+                for key in keys:
+                    self._unpin(key)
+                return 0
             self._next_expiry = min(until, self._next_expiry)
             pinned = []
             for key in keys:
@@ -205,12 +194,6 @@ class TieredStore:
                 on_disk = self._disk is not None and self._disk.pin(key)
                 pinned.append(in_host or on_disk)
             return pinned.index(False) if False in pinned else len(pinned)
-
-    def unpin(self, keys: Sequence[Key]) -> None:
-        """Let pages go when their turn comes, even if they were pinned."""
-        with self._lock:
-            for key in keys:
-                self._unpin(key)
 
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart."""
@@ -285,25 +268,6 @@ class TieredStore:
             self._host.listen(listener)
             if self._disk is not None:
                 self._disk.listen(listener)
-
-    def read(self, key: Key) -> np.ndarray | None:
-        """A copy of a page, `[layers, 2, page_size, heads, row_size]` of this process's part in the layout's `bits`.
-
-        It waits for the disk. None: the page is neither in host memory nor on disk, or wrong there.
-        """
-        out = np.empty(self._host.memory.pages.shape[1:], self.layout.bits)
-        with self._lock:
-            page = self._host.find(key)
-            if page is not None:
-                self._host.hold(page)
-            file = self._disk.find(key) if page is None and self._disk is not None else None
-        try:
-            found = page or file
-            return out if found is not None and self._loader.read(found, out) else None
-        finally:
-            if page is not None:
-                with self._lock:
-                    self._host.release(page)
 
     @property
     def stats(self) -> TierStats:
@@ -394,23 +358,3 @@ class TieredStore:
             self._stats.remote.stored += is_kept
             self._stats.remote.dropped += not is_kept
             self._stats.remote.bytes_written += len(value) * is_kept
-
-
-def open_store(
-    config: TierConfig, layout: PageLayout, fingerprint: bytes, part: PageSlice | None = None
-) -> TieredStore:
-    """Open the tiers that a configuration names.
-
-    Raises:
-      ValueError: the folder can't be used, or the remote store can't be reached; the message names it.
-    """
-    return TieredStore(
-        layout,
-        fingerprint,
-        config.host_bytes,
-        config.disk_bytes,
-        None if config.disk is None else Path(config.disk),
-        config.eviction,
-        None if config.store is None else open_remote(config.store),
-        part=part,
-    )

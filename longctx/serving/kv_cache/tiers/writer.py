@@ -123,10 +123,10 @@ class StoreQueue:
             for row, page in enumerate(pages):
                 if page is not None and complete[row]:
                     sums[row] = self._checksum(page.name.key, memory.buffer(page.slot))
-        except Exception as error:
+        except Exception:
+            logger.exception("%d pages can't be read from the devices", len(keys))
             with self._lock:
                 self._stats.host.failed += 1
-                self._stats.last_error = str(error) or repr(error)
         finally:
             with self._lock:
                 for store, page, checksum in zip(stores, pages, sums, strict=True):
@@ -161,14 +161,13 @@ class Writer:
         self,
         lock: threading.Condition,
         host: HostTier,
-        stats: TierStats,
         counters: TierCounters,
         most_pages: int,
         name: str,
         write: Callable[[HostPage], None],
     ) -> None:
-        self._lock, self._host, self._stats, self._counters = lock, host, stats, counters
-        self._most, self._write = most_pages, write
+        self._lock, self._host, self._counters = lock, host, counters
+        self._most, self._name, self._write = most_pages, name, write
         self._waiting: dict[Key, HostPage] = {}  # and the one that is being written
         self._workers = Workers(1, name)
         self._is_closed = False
@@ -218,9 +217,10 @@ class Writer:
             self._write(page)
         except Exception as error:
             with self._lock:
+                if not self._counters.failed:
+                    logger.warning("%s: a page can't be written: %r (later errors are counted)", self._name, error)
                 self._counters.failed += 1
                 self._counters.dropped += 1
-                self._stats.last_error = str(error) or repr(error)
         finally:
             with self._lock:
                 if page in self:
