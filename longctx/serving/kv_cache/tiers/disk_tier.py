@@ -19,32 +19,31 @@ import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
-from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.host_memory import PageChecksum, PageName
-from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
+from longctx.serving.kv_cache.tiers.host_memory import PageChecksum
+from longctx.serving.kv_cache.tiers.index import PageName, TierIndex, TierPage
 
 SUFFIX = ".page"
 CHECKSUM_BYTES = 8
 _FOLDER = "writer-"
 
 
-class DiskPage(NamedTuple):
-    """A file: which page it has, where, and its bytes."""
+class DiskPage(TierPage):
+    """Page in a file."""
 
-    name: PageName
-    path: Path
-    size: int
+    __slots__ = ("path",)
+
+    def __init__(self, name: PageName, path: Path, size: int) -> None:
+        super().__init__(name, size)
+        self.path = path
 
 
-class DiskTier:
+class DiskTier(TierIndex[DiskPage]):
     """Files of pages below a folder.
 
     Attributes:
       num_unusable: files found at start that are of another model or version, or not whole.
-      listener: is told of what can be found, if there is one.
     """
 
     def __init__(
@@ -55,14 +54,13 @@ class DiskTier:
         Raises:
           ValueError: files can't be made below root; the message says why.
         """
+        super().__init__("disk", capacity, eviction)
         self._checksum = PageChecksum(fingerprint, part)
         self._file_bytes = CHECKSUM_BYTES + layout.part_bytes(part)
         model = repr((fingerprint, tuple(layout), tuple(part))).encode()
         self._model = hashlib.blake2b(model, digest_size=12, person=b"page files").hexdigest()
-        self.index: TierIndex[Key] = TierIndex(capacity, eviction)
         self.num_unusable = 0
-        self.listener: TierListener | None = None
-        self._pages: dict[Key, DiskPage] = {}  # also those of other models, under their files' names
+        self._others: dict[Path, int] = {}  # files of other models, and their bytes; the first goes first
         self._locks: list[int] = []
         try:
             self._open_folder(root)
@@ -71,57 +69,22 @@ class DiskTier:
             self.close()
             raise ValueError(f"disk: pages can't be kept in {root}: {error.strerror or error}") from error
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._pages
+    def make_room(self, size: int) -> list[DiskPage]:
+        """Remove files of other models, which are deleted, and then pages; which ones."""
+        while self._others and not self.has_room(size):
+            path = next(iter(self._others))
+            self.used -= self._others.pop(path)
+            self._unlink([path])
+        return super().make_room(size)
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @property
-    def names(self) -> dict[Key, PageName]:
-        """Names of all pages that can be found, by key."""
-        return {key: page.name for key, page in self._pages.items() if page.name.key == key}
-
-    def find(self, key: Key) -> DiskPage | None:
-        """The file of a page, which is used."""
-        if (page := self._pages.get(key)) is not None:
-            self.index.use(key)
-        return page
-
-    def listen(self, listener: TierListener) -> None:
-        """Tell a listener of all pages that can be found, and of changes from now on."""
-        self.listener = listener
-        for name in self.names.values():
-            listener.stored("disk", name.key, name.parent)
-
-    def forget(self, key: Key) -> list[Path]:
-        """Forget a page; the files to delete, so that a restart doesn't find it."""
-        if key not in self._pages:
-            return []
-        self.index.remove(key)
-        return [self._pop(key)]
-
-    def clear(self) -> list[Path]:
-        """Forget all pages; the files to delete."""
-        return [path for key in list(self._pages) for path in self.forget(key)]
-
-    def pin(self, key: Key) -> bool:
-        """Keep a page until it is unpinned; False if it isn't there, or too much is pinned."""
-        return key in self._pages and self.index.pin(key)
-
-    def unpin(self, key: Key) -> None:
-        """Let a page go when its turn comes."""
-        if key in self._pages:
-            self.index.unpin(key)
-
-    def plan(self, name: PageName) -> tuple[DiskPage, list[Path]] | None:
+    def plan(self, name: PageName) -> tuple[DiskPage, list[DiskPage]] | None:
         """Room for a page: its file, and those to delete before; None if there can't be room."""
-        paths_to_delete = self._make_room(self._file_bytes)
-        if not self.index.has_room(self._file_bytes):
+        evicted = self.make_room(self._file_bytes)
+        if not self.has_room(self._file_bytes):
             return None
         key, parent, number = name
         path = self._folder / f"{self._model}-{number}-{parent.hex()}-{key.hex()}{SUFFIX}"
-        return DiskPage(name, path, self._file_bytes), paths_to_delete
+        return DiskPage(name, path, self._file_bytes), evicted
 
     def write(self, page: DiskPage, payload: memoryview, checksum: int) -> None:
         """Write a planned file whole. OSError: it can't be written; nothing is left of it."""
@@ -136,16 +99,8 @@ class DiskTier:
                 os.close(descriptor)
             os.rename(temporary, page.path)
         except BaseException:
-            self.delete([temporary])
+            self._unlink([temporary])
             raise
-
-    def commit(self, page: DiskPage) -> None:
-        """Let a written page be found."""
-        key, parent, number = page.name
-        self._pages[key] = page
-        self.index.add(key, page.size, number, parent or None)
-        if self.listener is not None:
-            self.listener.stored("disk", key, parent)
 
     def read(self, page: DiskPage, out: memoryview) -> int | None:
         """Read a page into memory; its checksum, or None if it was not there or not right."""
@@ -163,8 +118,11 @@ class DiskTier:
         checksum = int.from_bytes(head, "little")
         return checksum if not buffers and self._checksum(page.name.key, out) == checksum else None
 
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Delete files, as far as they are there."""
+    def delete(self, pages: Iterable[DiskPage]) -> None:
+        """Delete the files of pages, as far as they are there."""
+        self._unlink(page.path for page in pages)
+
+    def _unlink(self, paths: Iterable[Path]) -> None:
         for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -192,7 +150,7 @@ class DiskTier:
             for file in _files(folder):
                 os.rename(file.path, self._folder / file.name)
         for folder in (self._folder, *free):
-            self.delete(folder.glob("*.tmp"))  # of a writer that was killed
+            self._unlink(folder.glob("*.tmp"))  # of a writer that was killed
 
     def _lock(self, folder: Path) -> bool:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -216,15 +174,14 @@ class DiskTier:
             self.num_unusable += not is_usable
             is_cut = path.name.startswith(f"{self._model}-") and not is_usable
             if not is_cut:
-                self.delete(self._make_room(size))
-            if is_cut or not self.index.has_room(size):
-                self.delete([path])
+                self.delete(self.make_room(size))
+            if is_cut or not self.has_room(size):
+                self._unlink([path])
             elif name is not None:
-                self.commit(DiskPage(name, path, size))
+                self.add(DiskPage(name, path, size))
             else:
-                other = path.name.encode()
-                self._pages[other] = DiskPage(PageName(b""), path, size)
-                self.index.add(other, size)
+                self._others[path] = size
+                self.used += size
 
     def _name_of(self, file: str, size: int) -> PageName | None:
         """Return the name of a file's page; None: it is of another model or version, or not whole."""
@@ -235,15 +192,6 @@ class DiskTier:
         except ValueError:
             return None
         return name if model == self._model and size == self._file_bytes else None
-
-    def _make_room(self, size: int) -> list[Path]:
-        return [self._pop(key) for key in self.index.make_room(size)]
-
-    def _pop(self, key: Key) -> Path:
-        page = self._pages.pop(key)
-        if page.name.key == key and self.listener is not None:
-            self.listener.removed("disk", key)
-        return page.path
 
 
 def _files(folder: Path) -> list[os.DirEntry[str]]:
