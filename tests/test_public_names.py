@@ -74,7 +74,7 @@ def check(item: Documented) -> None:
         known = fields(item.of) | {*dir(item.of), *vars(item.of).get("__slots__", ())}
         is_protocol = getattr(item.of, "_is_protocol", False)
         own = [vars(item.of).get(name) for name in ("__init__", "__post_init__") if not is_protocol]
-        functions = [each for each in own if each is not None and each.__code__.co_filename != "<string>"]
+        functions = [each for each in own if hasattr(each, "__code__") and each.__code__.co_filename != "<string>"]
         if functions and functions[0].__name__ == "__init__":
             known |= {*re.findall(r"self\.(\w+)", inspect.getsource(functions[0]))}
             is_made_by_users = not issubclass(item.of, BaseException)
