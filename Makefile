@@ -122,7 +122,6 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.kernels --model
 	$(BIN)/python -m benchmarks.context_parallel
-	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.one_sequence $(MODEL)
 	$(BIN)/python -m benchmarks.host_overhead
 	$(BIN)/python -m benchmarks.engine

@@ -13,13 +13,11 @@ over eight ranks eight times as many, so that each rank has as many as one devic
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -193,7 +191,6 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="rows of a step, with one stage; a multiple of 64")
     parser.add_argument("--hidden", type=int, default=512, help="size of hidden states, a multiple of 128")
     parser.add_argument("--rounds", type=int, default=3, help="all take turns; medians count")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.chunk % 64 or options.hidden % 128 or min(options.chunk, options.hidden, options.tokens) < 1:
         parser.error("--chunk must be a positive multiple of 64, --hidden of 128, --tokens positive")
@@ -220,8 +217,6 @@ def main() -> None:
         f"Medians of {options.rounds} rounds.\n"
     )
     print(table(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ Source: Medha, 5.2 (figure 15) and 3.2 (figure 6).
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +23,6 @@ import numpy as np
 from longctx.models import Llama, load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
-from longctx.plotting import MARKERS, drawing, save_both, style
 from longctx.serving import Engine, EngineConfig, Slo
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
@@ -151,35 +148,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_loads(rows: list[dict[str, Any]]) -> Any:
-    names = [row["name"].replace(", ", "\n") for row in rows]
-    figure, (ttft, tail, long, chunks) = drawing(4, 3.0, 3.6)
-    for axes, title, values in (
-        (ttft, "TTFT of short ones, median", [row["short_ttft"]["p50"] for row in rows]),
-        (tail, "90 %", [row["short_ttft"]["p90"] for row in rows]),
-        (long, "TTFT of the long one", [row["long_ttft"] for row in rows]),
-    ):
-        axes.bar_label(axes.bar(names, values), fmt="%.2f", fontsize=7)
-        axes.set(title=title, ylabel="seconds")
-        axes.tick_params(axis="x", labelsize=6)
-        axes.grid(visible=False, axis="x")
-    chunks.plot(*zip(*(x for x in rows[0]["chunks"] if x[0] > 0), strict=True), ".", markersize=3)
-    chunks.set(title=f"Chunks, {rows[0]['name']}", xlabel="tokens before", ylabel="tokens")
-    return figure
-
-
-def draw_pareto(rows: list[dict[str, Any]]) -> Any:
-    figure, (axes,) = drawing(1, 5.5, 4)
-    for kind, marker in zip(("static", "adaptive"), MARKERS, strict=False):
-        points = [(row["tpot"]["p95"], row["long_ttft"], row["name"]) for row in rows if row["name"].startswith(kind)]
-        axes.plot(*list(zip(*points, strict=True))[:2], f"{marker}-", label=kind)
-        for x, y, name in points:
-            axes.annotate(name.partition(":")[2], (x, y), (4, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="TPOT of short ones, 95 %, seconds", ylabel="TTFT of the long one, seconds", xscale="log")
-    axes.legend()
-    return figure
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--pareto", action="store_true", help="also chunk sizes against TPOT targets")
@@ -188,8 +156,6 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=0.2, help="seconds, adaptive chunks")
     parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
     parser.add_argument("--rounds", type=int, default=3, help="all take turns; medians count")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="where figures go, SVG and PNG")
     options = parser.parse_args()
 
     count = round(options.rate * options.seconds)
@@ -204,21 +170,10 @@ def main() -> None:
     print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}")
     loads = bench.rounds([(name, *how, options.tpot) for name, how in LOADS.items()], predictor, options.rounds)
     print(f"\n{table(loads)}")
-    pareto = []
     if options.pareto:
         cases = [(f"static:{n}", "ilrs", f"static:{n}", options.tpot) for n in STATIC]
         cases += [(f"adaptive:{tpot}", "ilrs", "adaptive", tpot) for tpot in TARGETS]
-        pareto = bench.rounds(cases, predictor, options.rounds)
-        print(f"\n{table(pareto)}")
-    if options.json is not None:
-        contents = {"predictor": errors, "loads": loads, "pareto": pareto}
-        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
-    if options.figures is not None:
-        options.figures.mkdir(parents=True, exist_ok=True)
-        with style():
-            save_both(draw_loads(loads), options.figures, "mixed_load")
-            if pareto:
-                save_both(draw_pareto(pareto), options.figures, "adaptive_chunks")
+        print(f"\n{table(bench.rounds(cases, predictor, options.rounds))}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.server_process import COMMAND, ServerProcess, serve
+from benchmarks.server_process import COMMAND, Process, serve
 from longctx.models import passkey
 
 CLIENTS, PAUSE, LONG_TOKENS = 64, 4.0, 30_000  # PAUSE: seconds between a client's requests, in the mean
@@ -63,7 +63,7 @@ class Figures:
 class Load:
     """One load on one server."""
 
-    def __init__(self, server: ServerProcess, seed: int) -> None:
+    def __init__(self, server: Process, seed: int) -> None:
         self.server, self.figures = server, Figures()
         self.client = httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=None))
         self.rng = random.Random(seed)

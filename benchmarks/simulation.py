@@ -10,7 +10,6 @@ step, a batch of an engine. Runs of identical decode-only steps are one event.
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,7 +155,6 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder of the workloads")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--requests", type=int, help="of each workload, at most; default: as asked")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for name in options.cases:
@@ -166,8 +164,6 @@ def main() -> None:
         print(f"{row['about']}: {row['seconds']:.1f} s", flush=True)
         rows.append(row)
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ Source: Vidur, section 7 (errors of predicted runtimes and of whole workloads ap
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -270,7 +268,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each policy that count")
     parser.add_argument("--minutes", type=float, default=4.0, help="for which runs take turns")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     model, params = load_checkpoint(TINY)
@@ -312,9 +309,6 @@ def main() -> None:
     print(f"\n{tables(results, batches)}\n")
     for kind in KINDS:
         print(verdict(results, kind))
-    if options.json is not None:
-        contents = {"policies": results, "batches": batches, "host": dataclasses.asdict(bench.host)}
-        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

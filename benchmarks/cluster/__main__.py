@@ -27,15 +27,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, measure, our_router, peer_router
+from benchmarks.cluster.arms import (
+    FLAGS,
+    PEERS,
+    POLICIES,
+    Instance,
+    make_instances,
+    measure,
+    our_router,
+    peer_router,
+    started,
+)
 from benchmarks.cluster.checks import reference, wrong_answers
 from benchmarks.cluster.client import words_of
 from benchmarks.cluster.failures import run_failures, run_router_death
-from benchmarks.cluster.processes import Process, started
 from benchmarks.cluster.report import tables
 from benchmarks.cluster.runs import model_of, run
 from benchmarks.cluster.simulated import Prediction
 from benchmarks.cluster.trace import reusable, scaled_trace
+from benchmarks.server_process import Process
 from longctx.simulation.workloads import WorkloadRequest
 
 PARTS = ("policies", "failures", "router")
@@ -159,7 +169,7 @@ def main() -> int:
         for arm in set(options.arms) - set(arms):
             tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")
         found: dict[str, Any] = {"requests": len(requests), "seconds": options.seconds, "reusable": reusable(requests)}
-        with started([each.process for each in instances]):
+        with started(instances):
             if "policies" in options.parts:
                 found["policies"] = run_policies(bench, options.rounds, arms)
             for seed, part in enumerate(PARTS[1:]):

@@ -1,16 +1,16 @@
 """The four servers, and the routers that take turns before them."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.processes import ENVIRONMENT, Process, serve_command
-from benchmarks.server_process import COMMAND, free_port
+from benchmarks.server_process import COMMAND, Process, free_port, serve_command
 from longctx.serving import EngineConfig
 
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
@@ -24,6 +24,7 @@ FLAGS: dict[str, Any] = {
 }
 """Of every server, by their names."""
 SECRET = "0123456789abcdef" * 4
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKIO_WORKER_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,25 @@ def make_instances(folder: Path, flags: Mapping[str, Any], pairs: int = 2) -> li
             name, (events, replay) = f"{role}-{number}", (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
             more = ["--role", "both", "--kv-secret-file", str(secret), "--kv-plain", "--shutdown-timeout", "5"]
             more += ["--kv-events", events, "--kv-events-replay", replay]
-            process = Process(name, serve_command(*words(flags), *more), folder / f"{name}.log", core=number)
+            command, log = serve_command(*words(flags), *more), folder / f"{name}.log"
+            process = Process(name, command, log, number, environment=ENVIRONMENT)
             found.append(Instance(process, role, events, replay))
     return found
+
+
+@contextlib.contextmanager
+def started(instances: Sequence[Instance]) -> Iterator[None]:
+    """All at once, ready inside."""
+    try:
+        for each in instances:
+            each.process.start()
+        for each in instances:
+            each.process.wait_until_ready()
+        yield
+    finally:
+        for each in instances:
+            if each.process.is_alive:
+                each.process.stop()
 
 
 def peer_program(name: str) -> Path | None:
@@ -95,7 +112,7 @@ def our_router(
         tables += ["[[instances]]", *_lines({"name": each.name, "role": each.role, "url": each.process.url})]
     file = folder / f"{name}.toml"
     file.write_text("\n".join(tables) + "\n")
-    return Process(name, serve_command("--cluster", str(file)), folder / f"{name}.log")
+    return Process(name, serve_command("--cluster", str(file)), folder / f"{name}.log", environment=ENVIRONMENT)
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
@@ -122,4 +139,4 @@ def peer_router(arm: str, instances: Sequence[Instance], folder: Path) -> Proces
             command += [f"--{instance.role}", instance.process.url]
     else:
         command += ["--worker-urls", *(instance.process.url for instance in instances)]
-    return Process(arm, command, folder / f"{name}.log", ready="/health")
+    return Process(arm, command, folder / f"{name}.log", ready="/health", environment=ENVIRONMENT)

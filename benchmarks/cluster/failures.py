@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster.arms import Instance
-from benchmarks.cluster.checks import wrong_answers
 from benchmarks.cluster.client import Answer, figures, run_clients
-from benchmarks.cluster.processes import Process
 from benchmarks.cluster.runs import model_of, wait_until_idle, warm_up
+from benchmarks.server_process import Process
 from longctx.simulation.workloads import WorkloadRequest
 
 RETRIES = 240  # with the pause between them, a minute
@@ -101,13 +100,3 @@ def _run(
     found["retried"] = sum(bool(answer.failures) for answer in answers)
     found["failures"] = [failure for answer in answers for failure in answer.failures][:20]
     return found, answers
-
-
-def verdict(
-    found: dict[str, Any],
-    answers: Sequence[Answer],
-    requests: Sequence[WorkloadRequest],
-    expected: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """The figures, and what was wrong."""
-    return found | {"wrong": wrong_answers(answers, requests, expected), "requests": len(requests)}

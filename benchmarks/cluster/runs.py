@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,7 @@ import httpx
 
 from benchmarks.cluster.arms import Instance
 from benchmarks.cluster.client import Answer, figures, run_clients
-from benchmarks.cluster.processes import Process, metric, metrics
-from benchmarks.server_process import cpu_seconds
+from benchmarks.server_process import Process, cpu_seconds
 from benchmarks.usage import Usage
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -65,8 +65,13 @@ def counts(instance: Instance) -> dict[str, float]:
         "steps": "step_seconds_count",
         "step_seconds": "step_seconds_sum",
     }
-    text = metrics(instance.process)
-    return {key: metric(text, name) for key, name in names.items()}
+    lines = httpx.get(f"{instance.process.url}/metrics", timeout=10).text.splitlines()
+
+    def total(name: str) -> float:
+        """Of a metric of ours, over its labels; 0 if it has no sample."""
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"longctx:{name}[ {{]", line))
+
+    return {key: total(name) for key, name in names.items()}
 
 
 def wait_until_idle(instances: Sequence[Instance], seconds: float = 30.0) -> None:
