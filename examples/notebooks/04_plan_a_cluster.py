@@ -186,7 +186,7 @@ def grown(stage, context, tokens):
 
 predicted = predict(grown(4, 4, READ), READ)
 beside = WorkloadRequest(0.0, 1, predicted.steps // 4)
-record = deploy(grown(4, 4, READ), READ).run([beside, WorkloadRequest(0.0, READ, 256, number=1)])
+record = deploy(grown(4, 4, READ), READ).simulation().run([beside, WorkloadRequest(0.0, READ, 256, number=1)])
 other, long = sorted(record.served, key=lambda served: served.number)
 print(f"TTFT {long.ttft:.2f} s simulated, {predicted.ttft:.2f} s predicted")
 print(f"TPOT {1e3 * long.tpot:.2f} ms simulated, {1e3 * predicted.tpot:.2f} ms predicted")

@@ -124,7 +124,7 @@ def serve_workload(task: tuple[Planned, list[WorkloadRequest], int]) -> dict[str
     """Serve a workload on all instances of a plan: a summary, or the `error` that says why it can't be."""
     planned, requests, seed = task
     try:
-        record = planned.deployment.run(requests, seed, keep_steps=False)
+        record = planned.deployment.simulation().run(requests, seed, keep_steps=False)
     except ValueError as error:
         return {"error": str(error)}
     return summarize_deployment(record, planned.deployment)

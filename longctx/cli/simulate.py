@@ -147,7 +147,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
                 return {"error": f"{options.capacity} is met at no rate"}
             requests = arrive_at_rate(requests, capacity.rate, options.seed)
         until = math.inf if options.window is None else options.window
-        record = deployment.run(requests, options.seed, until, keep_steps=False)
+        record = deployment.simulation().run(requests, options.seed, until, keep_steps=False)
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     return {"summary": summarize_deployment(record, deployment) | found}

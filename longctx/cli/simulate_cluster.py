@@ -45,7 +45,7 @@ def run_cluster(options: argparse.Namespace) -> None:
         def show(record: Record) -> None:  # what `update` returns would end the run
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        record = deployment.run(requests, options.seed, until, progress=show, keep_steps=False)
+        record = deployment.simulation().run(requests, options.seed, until, progress=show, keep_steps=False)
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped}
     settings = {
         "model": file.simulation.get("model", options.model),

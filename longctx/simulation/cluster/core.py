@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, cast
 
 import numpy as np
 
@@ -28,29 +28,23 @@ _KEY_BYTES = 8  # of a page's key, by which the conductor and KV events know it
 _TAIL = b"tail"  # stands for the key of a last, partial page
 
 
-@runtime_checkable
-class SubRequestListener(Protocol):
+class SubRequestListener:
     """Receiver of what happens to a sub-request, at `loop.now`."""
 
     def chunk_begins(self, sub: "SubRequest", start: int, tokens: int) -> None:
         """Note that `tokens` tokens of its prompt are computed from now on; those before `start` are there."""
-        ...
 
     def chunk_ends(self, sub: "SubRequest", start: int, tokens: int) -> None:
         """Note that they have been computed."""
-        ...
 
     def first_token(self, sub: "SubRequest") -> None:
         """Note that its prompt has been read, and its first token drawn, which is not its last."""
-        ...
 
     def ended(self, sub: "SubRequest", part: TokenlessCompletion) -> None:
         """Note that it has all its tokens."""
-        ...
 
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
         """Note that pages of its prefix have come from another instance."""
-        ...
 
 
 @dataclass(eq=False)
@@ -171,11 +165,6 @@ class ClusterCore(Instance):
         pool, tier = self._core.pool, self._tier
         missing = (i for i, key in enumerate(keys) if pool.find(key) is None and (tier is None or key not in tier))
         return next(missing, len(keys))
-
-    @property
-    def num_kept(self) -> int:
-        """Pages that its host's memory keeps."""
-        return 0 if self._tier is None else len(self._tier)
 
     def discard(self, keys: List[Key]) -> None:
         """Remove pages from the host's memory."""

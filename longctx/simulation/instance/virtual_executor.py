@@ -171,36 +171,19 @@ class VirtualExecutor:
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        """Its pages hold nothing.
-
-        Args:
-          pages: not used.
-          layers: not used.
-
-        Returns:
-          Never.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """NotImplementedError: its pages hold nothing."""
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
     @property
     def page_layout(self) -> PageLayout:
-        """Nothing: its pages hold nothing.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """NotImplementedError: its pages hold nothing."""
         raise NotImplementedError("pages of a virtual executor hold nothing")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         """Nothing has to be compiled."""
-        pass
 
     def warm_up(self) -> None:
         """Nothing has to be compiled."""
-        pass
 
     def run(self, batch: Batch) -> list[int]:
         """The tokens that are sampled, in order."""
