@@ -173,13 +173,20 @@ def token_rate(requests: List[WorkloadRequest]) -> float:
     return sum(request.prompt_tokens for request in requests) / max(request.arrival for request in requests)
 
 
-def reuse(requests: List[WorkloadRequest]) -> float:
-    """Share of the prompts' tokens that earlier prompts have computed, with room for all of them and no wait."""
-    seen = set[int]()
-    cached = tokens = 0
-    for request in sorted(requests, key=lambda request: request.arrival):
-        known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
-        cached += min(known * request.block_size, request.prompt_tokens)
-        tokens += request.prompt_tokens
-        seen.update(request.blocks)
-    return cached / tokens
+def reuse(requests: List[WorkloadRequest], parts: int = 1) -> list[float]:
+    """Shares `[parts]` of the prompts' tokens that earlier prompts have computed, with room for all and no wait.
+
+    Args:
+      parts: into which the requests are divided by their arrivals; each finds what it or any before it has computed.
+    """
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    seen, found = set[int](), []
+    for part in np.array_split(np.arange(len(ordered)), parts):
+        cached = tokens = 0
+        for request in (ordered[at] for at in part.tolist()):
+            known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
+            cached += min(known * request.block_size, request.prompt_tokens)
+            tokens += request.prompt_tokens
+            seen.update(request.blocks)
+        found.append(cached / tokens)
+    return found
