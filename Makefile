@@ -128,7 +128,6 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.engine_mesh
 	$(BIN)/python -m benchmarks.step_channel
 	$(BIN)/python -m benchmarks.tiers
-	$(BIN)/python -m benchmarks.first_question --model $(MODEL)
 	$(BIN)/python -m benchmarks.mixed_load
 
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.

@@ -12,7 +12,7 @@ Source: Medha, 5.2 (figure 15) and 3.2 (figure 6).
 """
 
 import argparse
-import statistics
+import math
 import sys
 import time
 from typing import Any, NamedTuple
@@ -65,59 +65,41 @@ class Bench(NamedTuple):
         )
         return Engine(self.model, self.params, config, **more)
 
-    def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> "Result":
+    def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> list[float]:
+        """TTFT of short requests (P50, P90), TPOT (P50, P95), TTFT of the long one, and the error of predictions."""
         tell(f"{name} ...")
         record = Record()
         known = None if str(WHOLE) in chunking else predictor  # it knows no step so large, nor does fcfs need it
         engine = self.engine(policy, chunking, tpot, predictor=known, monitor=record.steps.append)
         engine.warm_up()
-        return Result(name, replay(engine, self.requests, time.monotonic, record=record))
-
-    def rounds(
-        self, cases: list[tuple[str, str, str, float]], predictor: RuntimePredictor, rounds: int
-    ) -> list[dict[str, Any]]:
-        """All cases in turns, and the medians of each: the machine is shared."""
-        runs = [[self.run(*case, predictor).row() for case in cases] for _ in range(rounds)]
-        return [_medians(list(rows)) for rows in zip(*runs, strict=True)]
-
-
-class Result(NamedTuple):
-    """Of one run; seconds."""
-
-    name: str
-    record: Record
-
-    def row(self) -> dict[str, Any]:
-        (long,) = (x for x in self.record.served if x.metrics.prompt_tokens == LONG)
-        short = [x.ttft for x in self.record.served if x.metrics.prompt_tokens < LONG]
-        until = long.metrics.first_token or 0.0
+        replay(engine, self.requests, time.monotonic, record=record)
+        (long,) = (x for x in record.served if x.metrics.prompt_tokens == LONG)
+        short = [x.ttft for x in record.served if x.metrics.prompt_tokens < LONG]
         # Every decode's wait for its token is the step in which it is computed.
-        steps = [step for step in self.record.steps if step.finished <= until]
+        steps = [step for step in record.steps if step.finished <= (long.metrics.first_token or 0.0)]
         waits = np.repeat([step.seconds for step in steps], [step.decodes for step in steps])
-        return {
-            "name": self.name,
-            "long_ttft": long.ttft,
-            "short_ttft": {f"p{p}": float(np.percentile(short, p)) for p in (50, 90)},
-            "tpot": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95)} if len(waits) else None,
-            "chunks": [(at, count) for s in self.record.steps for at, count in s.chunks],
-            "prediction_error": summarize(self.record)["prediction_error"],
-        }
+        tpots = np.percentile(waits, (50, 95)).tolist() if len(waits) else [math.nan] * 2
+        error = summarize(record)["prediction_error"]
+        return [*np.percentile(short, (50, 90)).tolist(), *tpots, long.ttft, math.nan if error is None else error]
 
-
-def _medians(rows: list[Any]) -> Any:
-    """Of equal keys; what is no number is the first one's."""
-    rows = [row for row in rows if row is not None] or [None]
-    if isinstance(rows[0], dict):
-        return {key: _medians([row[key] for row in rows]) for key in rows[0]}
-    return statistics.median(rows) if isinstance(rows[0], float) else rows[0]
+    def table(self, cases: list[tuple[str, str, str, float]], predictor: RuntimePredictor, rounds: int) -> str:
+        """All cases in turns, in markdown, and the medians of each: the machine is shared."""
+        runs = np.array([[self.run(*case, predictor) for case in cases] for _ in range(rounds)])
+        lines = [
+            "| | short TTFT p50 | p90 | TPOT p50 | p95 | long TTFT | predictions off by |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for (name, *_), (*seconds, error) in zip(cases, np.nanmedian(runs, 0).tolist(), strict=True):
+            lines.append(f"| {name} | {' | '.join(f'{x:.3f} s' for x in seconds)} | {error:.0%} |")
+        return "\n".join(lines)
 
 
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict[str, float]]]:
-    """The predictor, and its mean and largest errors."""
+def fitted(bench: Bench, repeats: int) -> RuntimePredictor:
+    """The predictor, whose mean and largest errors are printed."""
     engine = bench.engine("ilrs", "static", 1.0)
     tell("compiling ...")
     engine.warm_up()
@@ -127,25 +109,10 @@ def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict
     measured = measure(engine, [*own, *others[0], *others[1]], repeats)
     predictor = fit(measured[: len(own)], BUCKETS, tiles(engine))
     parts = {"fitted": measured[: len(own)], "held out": measured[len(own) : -40], "four times": measured[-40:]}
-    errors = {}
     for name, part in parts.items():
         found = np.abs(relative_errors(predictor, part))
-        errors[name] = {"mean": float(found.mean()), "largest": float(found.max()), "batches": len(found)}
-    return predictor, errors
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """In markdown."""
-    lines = [
-        "| | short TTFT p50 | p90 | TPOT p50 | p95 | long TTFT | predictions off by |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        tpot = row["tpot"] or {"p50": float("nan"), "p95": float("nan")}
-        numbers = (*row["short_ttft"].values(), *tpot.values(), row["long_ttft"])
-        told = " | ".join(f"{x:.3f} s" for x in numbers)
-        lines.append(f"| {row['name']} | {told} | {row['prediction_error']:.0%} |")
-    return "\n".join(lines)
+        print(f"predictor, {name}: mean error {found.mean():.1%}, at most {found.max():.1%}, {len(found)} batches")
+    return predictor
 
 
 def main() -> None:
@@ -163,17 +130,14 @@ def main() -> None:
     long = WorkloadRequest(0.5, LONG, 4, number=count)
     model, params = load_checkpoint(TINY)
     bench = Bench(model, params, sorted([*short, long], key=lambda request: request.arrival))
-    predictor, errors = fitted(bench, options.repeats)
-    for name, error in errors.items():
-        print(f"predictor, {name}: mean error {error['mean']:.1%}, at most {error['largest']:.1%}, {error['batches']}")
-
+    predictor = fitted(bench, options.repeats)
     print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    loads = bench.rounds([(name, *how, options.tpot) for name, how in LOADS.items()], predictor, options.rounds)
-    print(f"\n{table(loads)}")
+    loads = [(name, *how, options.tpot) for name, how in LOADS.items()]
+    print(f"\n{bench.table(loads, predictor, options.rounds)}")
     if options.pareto:
         cases = [(f"static:{n}", "ilrs", f"static:{n}", options.tpot) for n in STATIC]
         cases += [(f"adaptive:{tpot}", "ilrs", "adaptive", tpot) for tpot in TARGETS]
-        print(f"\n{table(bench.rounds(cases, predictor, options.rounds))}")
+        print(f"\n{bench.table(cases, predictor, options.rounds)}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ CONFIG = EngineConfig(
 POLICIES = ("fcfs", "srpf", "ilrs")
 PROMPTS, OUTPUTS = Lengths(32, 1500, True), Lengths(8, 64)
 KINDS = ("profile", "measured")
-LIMITS = {"TTFT mean": 0.10, "TTFT p90": 0.15, "TPOT mean": 0.10, "TPOT p90": 0.15}
 
 
 def work_of(step: StepMetrics) -> Work:
@@ -246,17 +245,6 @@ def tables(results: dict[str, dict[str, Any]], batches: list[dict[str, Any]]) ->
 _SHARES = ("bias", "error", "by time")
 
 
-def verdict(results: dict[str, dict[str, Any]], kind: str) -> str:
-    """Whether a simulation is within the limits."""
-    beyond = [
-        f"{policy} {name} {found[kind]['error'][name]:+.1%}"
-        for policy, found in results.items()
-        for name, limit in LIMITS.items()
-        if abs(found[kind]["error"][name]) > limit
-    ]
-    return f"{kind}: " + (f"beyond the limits: {', '.join(beyond)}" if beyond else "all within 10 % and 15 %")
-
-
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -306,9 +294,7 @@ def main() -> None:
         + "; means over medians: "
         + ", ".join(f"{x:.2f} ({'with prompts' if kind else 'decodes'})" for kind, x in bench.factors.items())
     )
-    print(f"\n{tables(results, batches)}\n")
-    for kind in KINDS:
-        print(verdict(results, kind))
+    print(f"\n{tables(results, batches)}")
 
 
 if __name__ == "__main__":

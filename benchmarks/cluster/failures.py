@@ -51,7 +51,7 @@ class Timeline:
 
 
 def run_failures(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
     """A decode server is drained, then a prefill server and the other decode server are killed; clients never retry.
 
@@ -66,32 +66,31 @@ def run_failures(
         0.4 * span: lambda: timeline.kill(by_name["prefill-1"]),
         0.6 * span: lambda: timeline.kill(by_name["decode-1"]),
     }
-    return _run(router, instances, requests, words, seed, timeline, at, retries=0)
+    return _run(router, instances, requests, seed, timeline, at, retries=0)
 
 
 def run_router_death(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
     """The router is killed and started again. Streams of its clients break: these ask again until they are answered."""
     timeline = Timeline()
     at = {0.4 * requests[-1].arrival: lambda: timeline.kill_router(router)}
-    return _run(router, instances, requests, words, seed, timeline, at, retries=RETRIES)
+    return _run(router, instances, requests, seed, timeline, at, retries=RETRIES)
 
 
 def _run(
     router: Process,
     instances: Sequence[Instance],
     requests: Sequence[WorkloadRequest],
-    words: Sequence[str],
     seed: int,
     timeline: Timeline,
     at: dict[float, Callable[[], None]],
     retries: int,
 ) -> tuple[dict[str, Any], list[Answer]]:
     model = model_of(router)
-    warm_up(router, words, seed, model)
+    warm_up(router, seed, model)
     timeline.begin = time.perf_counter()
-    answers = asyncio.run(run_clients(router.url, requests, words, seed, model, retries, at))
+    answers = asyncio.run(run_clients(router.url, requests, seed, model, retries, at))
     wait_until_idle(instances)
     found: dict[str, Any] = figures(answers)
     gaps = [b - a for answer in answers for a, b in itertools.pairwise(answer.times)]

@@ -20,16 +20,16 @@ WARM_UP = [WorkloadRequest(0.4 * number, 200 + 100 * number, 4, number=number) f
 
 
 def run(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> dict[str, Any]:
     """The trace once, through a router that is ready: figures, and TTFT of each request."""
     model = model_of(router)
-    alone = warm_up(router, words, seed, model)
+    alone = warm_up(router, seed, model)
     wait_until_idle(instances)
     processes = [router, *(instance.process for instance in instances)]
     cpu, before, own = [cpu_seconds(x.pid) for x in processes], [counts(x) for x in instances], sum(os.times()[:2])
     others = Usage()
-    answers = asyncio.run(run_clients(router.url, requests, words, seed, model))
+    answers = asyncio.run(run_clients(router.url, requests, seed, model))
     found: dict[str, Any] = figures(answers)
     own = sum(os.times()[:2]) - own
     wait_until_idle(instances)
@@ -49,9 +49,9 @@ def model_of(router: Process) -> str:
     return str(httpx.get(f"{router.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
 
-def warm_up(router: Process, words: Sequence[str], seed: int, model: str) -> list[Answer]:
+def warm_up(router: Process, seed: int, model: str) -> list[Answer]:
     """Requests one by one, which open connections; RuntimeError if one is not answered."""
-    answers = asyncio.run(run_clients(router.url, WARM_UP, words, seed + 10_000, model))
+    answers = asyncio.run(run_clients(router.url, WARM_UP, seed + 10_000, model))
     failures = [failure for answer in answers for failure in answer.failures]
     if failures:
         raise RuntimeError(f"{router.name} answers nothing: {failures[0]}; {router.tail()}")

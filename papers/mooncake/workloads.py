@@ -59,19 +59,14 @@ DATASETS = {
 }
 
 
-def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) -> list[WorkloadRequest]:
-    """Make `count` requests of a data set, in random order, which all arrive at 0.
-
-    Args:
-      questions: of a document; None: the data set's own.
-    """
+def dataset(name: str, count: int, seed: int = 0) -> list[WorkloadRequest]:
+    """Make `count` requests of a data set, in random order, which all arrive at 0."""
     about, rng = DATASETS[name], np.random.default_rng(seed)
-    each = questions or about.questions
-    documents = about.prefixes or math.ceil(count / each)
+    documents = about.prefixes or math.ceil(count / about.questions)
     tokens = _lengths(rng, about.prompt, about.prompt_spread, documents)
     asked = rng.permutation(np.resize(np.arange(documents), count))
     outputs = _lengths(rng, about.output, about.output_spread, count)
-    shared = tokens // 2 if about.prefixes else tokens - QUESTION if each > 1 else np.zeros_like(tokens)
+    shared = tokens // 2 if about.prefixes else tokens - QUESTION if about.questions > 1 else np.zeros_like(tokens)
     blocks = shared // TRACE_BLOCK
     first = np.concatenate([[0], np.cumsum(blocks)])
     return [
@@ -82,10 +77,10 @@ def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) 
     ]
 
 
-def poisson(inputs: Inputs, name: str, rate: float, count: int, questions: int | None = None) -> list[WorkloadRequest]:
+def poisson(inputs: Inputs, name: str, rate: float, count: int) -> list[WorkloadRequest]:
     """A data set whose requests arrive as a Poisson process; the same ones at all rates."""
     count = min(count, _QUICK // 2) if inputs.quick else count
-    return arrive_at_rate(dataset(name, count, inputs.seed, questions), rate, inputs.seed)
+    return arrive_at_rate(dataset(name, count, inputs.seed), rate, inputs.seed)
 
 
 def _lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> np.ndarray:

@@ -36,11 +36,9 @@ class Predictor(Protocol):
 
     def seconds(self, work: Work) -> float:
         """Seconds of a batch; 0 for an empty one."""
-        ...
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         """Seconds of prefilling a prompt's tokens from `start` to `stop` alone, in chunks of `chunk` tokens."""
-        ...
 
 
 def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int], float]:

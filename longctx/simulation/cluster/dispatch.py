@@ -106,18 +106,9 @@ class ActiveRequest:
             cluster.record.num_deferred += 1
             cluster.loop.at(now + max(rejection.retry_after, cluster.settings.least_retry), self.assign)
         else:
-            rejected = Rejected(
-                self.request.number,
-                self.due,
-                now - cluster.start,
-                rejection.stage,
-                rejection.bound,
-                rejection.ttft,
-                rejection.tbt,
-                rejection.load,
-                self.request.prompt_tokens,
-                self._num_deferred,
-            )
+            request, at = self.request, now - cluster.start
+            why = rejection.stage, rejection.bound, rejection.ttft, rejection.tbt, rejection.load
+            rejected = Rejected(request.number, self.due, at, *why, request.prompt_tokens, self._num_deferred)
             cluster.record.rejected.append(rejected)
             cluster.on_end(self)
 
