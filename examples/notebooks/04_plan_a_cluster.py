@@ -21,7 +21,7 @@ from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.prompt import PromptPredictor
-from longctx.simulation.planner.search import Goal, best_of_each, layouts, search
+from longctx.simulation.planner.search import Goal, layouts, search
 from longctx.simulation.utilization import Totals, device_memory, model_flops
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -152,7 +152,7 @@ with shown(width=7, height=4) as (figure, (axes,)):
 # %%
 result = search(MODEL, topology, GPUS, Goal(TOKENS, ttft=900, tpot=TPOT))
 print("stage x context x tensor   GPUs    TTFT      TPOT  beside it   MFU  GPU-seconds")
-for planned in best_of_each(result.plans)[:6]:
+for planned in result.best_of_each[:6]:
     plan, prompt = planned.deployment.plan, planned.prompt
     seconds = f"{prompt.ttft:5.0f} s {1e3 * prompt.tpot:6.1f} ms {1e3 * prompt.beside:7.1f} ms"
     print(

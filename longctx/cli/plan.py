@@ -18,7 +18,7 @@ from longctx.cli.terminal import FAILED, Console
 from longctx.cli.workload import MIN_RATE
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
-from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, best_of_each, search
+from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, search
 from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
                 bar.update()
 
             found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
-    best = best_of_each(found.plans)[: options.best]
+    best = found.best_of_each[: options.best]
     served: list[dict[str, Any] | None] = [None] * len(best)
     if requests:  # those first that keep most promises
         served = _serve(best, requests, options, console)

@@ -138,9 +138,6 @@ class Deployment(_System):
           traces: a trace of each instance is appended to it; None: nothing is traced.
           keep_ticks: whether these have all ticks.
 
-        Returns:
-          Ready for `run`.
-
         Raises:
           ValueError: traces are wanted of a baseline.
         """
@@ -272,11 +269,7 @@ class ClusterDeployment(_System):
         return found
 
     def simulation(self) -> Simulation:
-        """Return what serves workloads on new instances behind a new conductor.
-
-        Returns:
-          Ready for `run`.
-        """
+        """Return what serves workloads on new instances behind a new conductor."""
         conductor = Conductor(copy.deepcopy(self.config), PrefixIndex())  # a policy of one's own may remember things
         return Simulation(self.instances(), conductor, self.settings, self.changes)
 

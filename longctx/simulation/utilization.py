@@ -34,8 +34,7 @@ def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
     """
     totals = Totals()
     for work, seconds in batches:
-        rows, samples, decodes = work.rows, work.samples, work.decode_keys
-        totals += Totals(1, rows, samples, work.pairs, work.keys, seconds, seconds, decodes)
+        totals.add(work, seconds, seconds)
     return totals
 
 

@@ -118,10 +118,7 @@ class VirtualExecutor:
         return self.now
 
     def submit(self, batch: Batch) -> Pending:
-        """Begin a batch.
-
-        Returns:
-          What `wait` takes.
+        """Begin a batch, and return what `wait` takes.
 
         Raises:
           ValueError: `seconds` returned a time that is negative or not finite.
@@ -156,11 +153,7 @@ class VirtualExecutor:
         self.now, self.free = now, free
 
     def wait(self, pending: Pending) -> Results:
-        """Move the clock to the end of a batch.
-
-        Returns:
-          Tokens that are made up.
-        """
+        """Move the clock to the end of a batch, and return tokens that are made up."""
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])

@@ -96,14 +96,9 @@ class WorkloadRequest:
         return self.prompt_tokens + self.output_tokens
 
     def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
-        """The tokens of the prompt, made up unless the workload has them.
+        """The tokens of the prompt, int32 `[prompt_tokens]`, made up below `vocab_size` unless the workload has them.
 
-        Args:
-          vocab_size: below which tokens are.
-          seed: of what is made up; what is shared is shared whatever it is.
-
-        Returns:
-          int32 `[prompt_tokens]`.
+        What is shared is shared whatever the seed.
 
         Raises:
           TypeError: the prompt is text.
