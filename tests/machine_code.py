@@ -1,4 +1,4 @@
-"""Asserts on the machine code of attention kernels, as ptxas makes it of their PTX; as both versions do in all tests."""
+"""Asserts on the machine code of attention kernels, as ptxas makes it of their PTX: one ptxas, or both in all tests."""
 
 import math
 import os
