@@ -180,6 +180,7 @@ def test_engines_on_meshes_are_measured_and_stay_usable(plan: ParallelPlan, tmp_
     assert again.generate(PROMPT, GREEDY)[0].token_ids == before.token_ids
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_the_slowest_ranks_work() -> None:
     shapes = [
         BatchShape(1, 16, 4, 10, even=False),

@@ -218,6 +218,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
         return blocks
 
     def free_blocks(self, count: int) -> None:
+        """Give back blocks of memory that a fetch had been granted."""
         with self._lock:
             self.num_free_blocks += count
 
