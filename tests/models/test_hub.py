@@ -186,18 +186,6 @@ def test_the_next_command_fetches_what_is_missing(hub: LoopbackHub, tmp_path: Pa
     assert all(fetched.count(file) == 1 for file in (*FILES, INDEX))
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.slow
-def test_half_of_a_model_in_the_cache_is_not_taken_for_the_whole(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.fails.add(SHARDS[1])
-    (failed,) = run(tmp_path, hub.endpoint, resolve("owner/sharded"))
-    assert failed.status == 2
-    (offline,) = run(tmp_path, hub.endpoint, resolve("owner/sharded"), HF_HUB_OFFLINE="1")
-    assert_refused(offline, "is not, or not whole, in the cache, and HF_HUB_OFFLINE is set")
-
-
->>>>>>> baddb758581e089c2016a1180603ac40e6bb0b7b
 def test_every_command_says_that_there_is_no_network(tmp_path: Path) -> None:
     commands = [
         ["doctor"],
