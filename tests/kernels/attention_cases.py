@@ -24,13 +24,20 @@ class Case(NamedTuple):
     d_lse: np.ndarray
 
 
-# Static arguments, of which each compiles.
+def alibi(head: jax.Array, q_position: jax.Array, kv_position: jax.Array) -> jax.Array:
+    return -jnp.asarray([0.1, 0.5, 0.02, 0.3])[head % 4] * jnp.abs(q_position - kv_position)
+
+
+# Static arguments, of which each compiles. The array of a bias is data.
 RULES: dict[str, dict[str, Any]] = {
     "causal": {},
     "all": {"causal": False},
     "window": {"window": (40, 0)},
     "both sides": {"window": (9, 130), "causal": False},
     "soft cap": {"logits_soft_cap": 1.5, "window": 300},
+    "bias of heads": {"bias": alibi, "causal": False},
+    "bias of all": {"logits_soft_cap": 1.5},
+    "bias of keys": {"causal": False},
 }
 
 # (batch, T, S, K, G, H, and the head size of values where it differs): each compiles once, and everything else about a
@@ -64,11 +71,16 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[Any], rules: Sequence[str] 
 
     rows, keys = (*batch, q_length, kv_heads * group), (*batch, kv_length, kv_heads)
     shapes_of = {"q": (*rows, head_size), "k": (*keys, head_size), "v": (*keys, value_size)}
+    rule = draw(st.sampled_from(sorted(rules)))
+    if rule == "bias of all":
+        shapes_of["bias"] = (*batch, rows[-1], q_length, kv_length)
+    elif rule == "bias of keys":
+        shapes_of["bias"] = (rows[-1], 1, kv_length)
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes_of.items()}
     return Case(
         arrays=arrays,
         masks=_masks(rng, layout, padding, batch, q_length, kv_length),
-        rule=draw(st.sampled_from(sorted(rules))),
+        rule=rule,
         d_out=rng.standard_normal((*rows, value_size)),
         d_lse=rng.standard_normal(rows),
     )

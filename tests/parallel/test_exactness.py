@@ -133,9 +133,10 @@ def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.Data
 @pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather"))
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=3)
-def test_window_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
+def test_window_bias_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
     tokens = data.draw(cases.tokens(3, kinds(exchange)))
-    check(exchange, 3, 4, tokens, seed, value_size=5, sinks=True, window=(9, 0), logits_soft_cap=1.5)
+    options = {"window": (9, 0), "logits_soft_cap": 1.5, "bias": cases.alibi}
+    check(exchange, 3, 4, tokens, seed, value_size=5, sinks=True, **options)
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def _segments(side: str, lengths: Any, count: int, batch: tuple[int, ...]) -> Ar
     wanted = batch or (1,)
     if found.shape != wanted:
         raise ValueError(f"{name} must have the shape {wanted}, a length for each sequence, got {found.shape}")
-    return jnp.where(jnp.arange(count) < found[:, None], 0, -1).reshape(*batch, count)
+    return jnp.where(jnp.arange(count)[None] < found[:, None], 0, -1).reshape(*batch, count)
 
 
 def _with_mask(bias: Any, mask: Any, ndim: int) -> Any:
@@ -150,4 +150,7 @@ def _with_mask(bias: Any, mask: Any, ndim: int) -> Any:
         return bias
     if mask.dtype != bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}: numbers that are added to scores are a bias")
-    return mask if bias is None else jnp.where(mask, bias, -jnp.inf)
+    if bias is None:
+        return mask
+    bias, mask = (x.reshape((1,) * (max(bias.ndim, mask.ndim) - x.ndim) + x.shape) for x in (bias, mask))
+    return jnp.where(mask, bias, -jnp.inf)
