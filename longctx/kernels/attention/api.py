@@ -27,6 +27,7 @@ from longctx.kernels.attention.operands import (
     check_window,
     with_batch,
 )
+from longctx.kernels.derivatives import reverse_mode_alone
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
@@ -170,16 +171,9 @@ def attention(
     bias = check_bias(bias, arguments.q, arguments.k)
     sinks = check_sinks(sinks, arguments.q)
     kernel = dataclasses.replace(kernel, out_dtype=out_dtype if sinks is None else None)
-    try:
+    with reverse_mode_alone("attention", kernel.implementation):
         out, lse = with_sinks(_attention(kernel, arguments, plan, bias), sinks)
-        return out.astype(out_dtype), lse
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            f'attention of implementation="{kernel.implementation}" is differentiable in reverse mode alone (jax.grad, '
-            'jax.vjp), and its gradients in forward mode: for jax.jvp of attention itself there is "reference"'
-        ) from error
+    return out.astype(out_dtype), lse
 
 
 def _check_plan(

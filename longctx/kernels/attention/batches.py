@@ -56,7 +56,7 @@ def on_one_batch(function: Forward, operands: Any, state: tuple[Array, Array] | 
 
 
 def backward(
-    function: Backward, operands: Any, lse: Array, row_terms: Array, d_out: Array, has_constants: bool = False
+    function: Backward, operands: Any, lse: Array, row_terms: Array, d_out: Array, *, has_constants: bool = False
 ) -> tuple[Array, ...]:
     """The function of operands `[*B, ...]`, divided over the mesh."""
     leaves, tree = jax.tree.flatten((operands, lse, row_terms, d_out))
@@ -74,7 +74,7 @@ def backward(
     def fold(size: int, mapped: Sequence[bool], *leaves: Array) -> tuple[Array, ...]:
         (operands, *rows), (of_operands, *of_rows) = (jax.tree.unflatten(tree, x) for x in (leaves, mapped))
         rows = [_with_axis(size, *pair) for pair in zip(of_rows, rows, strict=True)]
-        return backward(function, _fold(size, of_operands, operands, share=False), *rows, has_constants)
+        return backward(function, _fold(size, of_operands, operands, share=False), *rows, has_constants=has_constants)
 
     *labels, out, of_lse = _labels(operands)
     lead = operands.k.ndim - operands.q.ndim

@@ -152,7 +152,9 @@ class Kernel:
         if operands.are_empty:
             parts: list[Any] = [operands.q, operands.k, operands.v, *[operands.bias] * operands.has_bias_gradient]
             return tuple(jnp.zeros_like(x, lse.dtype, shape=x.shape[-operands.q.ndim :]) for x in parts)
-        return batches.backward(self._backward, operands, lse, row_terms, d_out, self.rule.bias is not None)
+        return batches.backward(
+            self._backward, operands, lse, row_terms, d_out, has_constants=self.rule.bias is not None
+        )
 
     def _backward(self, operands: Operands, *of_rows: Array) -> tuple[Array, ...]:
         bias = () if operands.bias is None else (operands.bias,)
@@ -168,7 +170,7 @@ class Algorithm(Protocol):
 
     def forward(self, operands: Any) -> tuple[Array, Array]: ...
 
-    def backward(self, operands: Any, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, ...]: ...
+    def backward(self, operands: Any, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array | None, ...]: ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,9 +200,9 @@ def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array])
     # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
     gradients = end_reverse_mode(algorithm.backward(operands, lse, row_terms, d_out), _ONCE)
-    found = [*operands[:3], *[operands.bias] * (len(gradients) - 3)]
-    typed = [match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, found, strict=True)]
-    # Other operands are integers and have no gradient.
+    found = operands[:3] if len(gradients) == 3 else (*operands[:3], operands.bias)
+    typed = [d if d is None else match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, found, strict=True)]
+    # Other operands are integers and have no gradient, nor have pages of bits.
     missing = (None,) * (len(operands) - len(typed))
     return (type(operands)(*typed[:3], *missing, *typed[3:]),)
 
