@@ -12,10 +12,11 @@ from longctx.cli.settings import parallel_plan
 from longctx.cli.simulated import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
 from longctx.cli.workload import check_folder, check_outputs, write_results
-from longctx.cluster.config import ClusterFile, read_cluster
+from longctx.cluster.config import ClusterFile, check_keys, prefixed, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import check_text
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.deployment import ClusterDeployment
 from longctx.simulation.record import Record
@@ -25,6 +26,8 @@ from longctx.simulation.reports.report import summarize_deployment
 _REFUSED = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
 _SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
 _FOR_COMMAND = ("model", "topology", "plan", "changes")  # of [simulation]; all others are fields of a deployment
+_KEYS = {*_SETTINGS, *_FOR_COMMAND, *(each.name for each in dataclasses.fields(ClusterDeployment))}
+_KEYS -= {"prefill", "decode", "coupled", "config", "settings", "names"}
 
 
 def run_cluster(options: argparse.Namespace) -> None:
@@ -73,9 +76,12 @@ def _check(options: argparse.Namespace) -> None:
 def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeployment:
     """The cluster of a file; flags say what it leaves open."""
     found = dict(file.simulation)
+    check_keys("[simulation] ", found, _KEYS)
     devices = argparse.Namespace(**vars(options) | {"plan": found.get("plan", options.plan)})
     apply_plan(devices)
-    with prefixing("[simulation] "):
+    with prefixed("[simulation] "):
+        for name in ("model", "topology", "plan"):
+            check_text(name, found.get(name, ""))
         sizes = {name: value for name, value in found.items() if name not in _FOR_COMMAND}
         settings: dict[str, Any] = {"report_seconds": file.report_seconds}
         settings |= {name: sizes.pop(name) for name in _SETTINGS if name in sizes}
@@ -105,7 +111,8 @@ def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeploy
     return deployment
 
 
-def _change(fields: dict[str, Any]) -> Change:
+def _change(fields: Any) -> Change:
+    check_keys("changes: ", fields, ("at", "instance", "action"))
     if missing := {"at", "instance", "action"} - fields.keys():
         raise ValueError(f"changes must have {', '.join(sorted(missing))}")
     return Change(**fields)
