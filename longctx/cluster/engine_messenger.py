@@ -20,7 +20,7 @@ from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.connector import LeasedSource, PageFetch
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.runner.page_parts import process_part
+from longctx.serving.runner.page_transfer import process_part
 
 MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""

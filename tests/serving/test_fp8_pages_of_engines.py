@@ -69,6 +69,7 @@ def test_with_chunks_prefix_hits_and_preemption_tokens_are_near() -> None:
         assert num_pages > 11 or engine.stats().preemptions
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up() -> None:
     shapes = {"max_length": 96, "max_running": 3, "token_budget": 8, "buckets": (8,), "num_pages": 20}
     engine = make_engine(None, oracle_of(1, 1, FP8), kv_dtype=FP8, **shapes)
@@ -89,14 +90,11 @@ def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool
     assert not collectives(program.as_text(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(
     ("exchange", "message", "rounds"),
-    [
-        ("pass_kv", 2, 8),
-        pytest.param("pass_q", 0, 1, marks=pytest.mark.slow),
-        pytest.param("all_gather", 2, 8, marks=pytest.mark.slow),
-    ],
+    [("pass_kv", 2, 8), ("pass_q", 0, 1), ("all_gather", 2, 8)],
 )
 def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
     mesh = make_mesh(context=2)
@@ -118,7 +116,7 @@ def check_in_place(program: Any) -> None:
 def test_as_many_pages_fit_as_their_bytes_say() -> None:
     """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
     configs = [EngineConfig(page_size=8, max_running=10**5, token_budget=10**5, kv_dtype=x) for x in (None, FP8)]
-    exact, fp8 = (default_pages(oracle_of(1, 1).model, x, make_mesh(), jnp.float32, 256, 0) for x in configs)
+    exact, fp8 = (default_pages(oracle_of(1, 1).model, x, make_mesh(), jnp.float32, 256) for x in configs)
     assert fp8 == exact * 32 // 12
 
 

@@ -176,9 +176,7 @@ class RouterMetrics(RenderedMetrics):
                 blocks[view.name, tier] = index.blocks(view.name, tier)
         help = "Blocks that an instance has, by its KV events."
         yield gauge(PREFIX + "instance_blocks", help, labels, blocks, "instance", "tier")
-        yield gauge(
-            PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, index.num_blocks
-        )
+        yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, index.num_blocks)
         yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, index.num_bytes)
         loads = self._conductor.loads(now)._asdict()
         yield gauge(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, loads, "pool")

@@ -112,12 +112,6 @@ class PrefixWaits:
         waits = set().union(*(leader.waiting for leader in self._leaders.values()))
         return [sequence for sequence in waiting if sequence not in waits]
 
-    def leader_of(self, sequence: Sequence) -> Sequence | None:
-        """Whom a sequence waits for now."""
-        leader = self._leader_of.get(sequence)
-        waits = leader is not None and leader in self._leaders and sequence in self._leaders[leader].waiting
-        return leader if waits else None
-
     def forget(self, sequence: Sequence) -> None:
         """It has been admitted, or has ended, or its pages are there."""
         leader = self._leader_of.pop(sequence, None)
@@ -134,9 +128,9 @@ class PrefixWaits:
         if other is None or self._leader_of.get(sequence) is other:
             return False  # no sequence computes the page, or it has been waited for long enough
         pages = min(usable, _common(sequence, other, found + 1))
-        alone = self._forecast.prefill_seconds(found * size, pages * size, sequence.tpot_target)
+        alone = self._forecast.time.prefill_seconds(found * size, pages * size, sequence.tpot_target)
         there = min(other.computed, pages * size)
-        if self._forecast.prefill_seconds(there, pages * size, other.tpot_target) > alone:
+        if self._forecast.time.prefill_seconds(there, pages * size, other.tpot_target) > alone:
             return False
         leader = self._leaders.get(other)
         if leader is None:
@@ -231,10 +225,6 @@ class Admission:
         """The most urgent sequence, if it had no room when it was looked at last."""
         return None if self._blocked is None else self._blocked.sequence
 
-    def waits_for(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence that computes the pages of a prefix which a sequence waits for."""
-        return self._waits.leader_of(sequence)
-
     def add(self, sequence: Sequence) -> None:
         """Let a new or preempted sequence wait."""
         bisect.insort(self.waiting, sequence, key=arrival_order)
@@ -298,7 +288,6 @@ class Admission:
             self._count_passed(batch.blocked, [sequence], now)
         self.reservations = {reservation.sequence: reservation for reservation in reservations}
         if first is not None:
-            first.blocked_since = now if first.blocked_since is None else first.blocked_since
             self._let_pass(batch, reservations, _PASSED_OVER - passed_over, now)
 
     def _let_pass(self, batch: Batch, reservations: list[Reservation], most_passed_over: int, now: float) -> None:
@@ -420,7 +409,6 @@ class Admission:
         sequence.recomputed += lost
         sequence.no_preempt_before, sequence.tokens_to_recompute = sequence.computed + 2 * lost, 0
         sequence.prefix_hit_tokens = 0  # they are computed now
-        sequence.blocked_since = None
         self._forecast.update(sequence)
         if self._growth.is_due(sequence):
             self._growth.grow(sequence)
