@@ -22,7 +22,7 @@ from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
-from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
+from longctx.serving.engine.memory import default_pages, estimate, in_units
 from longctx.serving.executor.interface import Progress
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
@@ -90,7 +90,7 @@ def check_memory(
     num_pages = config.num_pages
     if num_pages is None:
         estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
-        num_pages = default_pages(model, config, mesh, dtype, max_length, param_bytes(model, mesh, dtype))
+        num_pages = default_pages(model, config, mesh, dtype, max_length)
     if num_pages * plan.context < least_pages:
         got = num_pages * plan.context
         raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -181,7 +180,7 @@ class KvEvents:
         if not self._announced and not self._tiers.num_pages:
             self._changes.append(None)
 
-    def flush(self, report: StepReport | None = None) -> None:
+    def flush(self, *step: object) -> None:
         """Hand on the changes since the last call."""
         with self._handing_on:
             changes, self._changes = self._changes, []

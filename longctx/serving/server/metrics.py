@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from longctx.serving.engine.metrics import StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -89,9 +89,9 @@ class ServerMetrics(RenderedMetrics):
         thread.on_end.append(self.observe_request)
         thread.engine.pages.on_load.append(self._observe_load)
 
-    def observe_step(self, report: StepReport) -> None:
+    def observe_step(self, step: StepMetrics, load: Load) -> None:
         """Count a step that has ended; in the engine's thread."""
-        step, seen, own = report.metrics, self._histograms, self._own
+        seen, own = self._histograms, self._own
         seen["time_to_first_token_seconds"].observe_all(step.first_tokens)
         seen["inter_token_latency_seconds"].observe_all(step.gaps)
         seen["iteration_tokens_total"].observe(step.decodes + step.prompt_tokens)

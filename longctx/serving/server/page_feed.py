@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from longctx.serving.engine.metrics import Load, StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
@@ -116,31 +116,31 @@ class EngineFeed(PageFeed):
     def __init__(self, thread: EngineThread, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._thread = thread
-        self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[tuple[StepMetrics, Load]] = deque(maxlen=STEPS_KEPT)
         self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
         self._sent_step = -1
         self._sent_load: Load | None = None
 
-    def observe_step(self, report: StepReport) -> None:
+    def observe_step(self, step: StepMetrics, load: Load) -> None:
         """Observe a step."""
         with self._lock:
-            self._steps.append(report)
+            self._steps.append((step, load))
 
     def _message(self, is_first: bool) -> str | None:
         load, ended = self._thread.load, self._ended(is_first)
         with self._lock:
-            steps = [report for report in self._steps if is_first or report.metrics.number > self._sent_step]
+            steps = [each for each in self._steps if is_first or each[0].number > self._sent_step]
         if not is_first:
             if not steps and not ended and load is self._sent_load:
                 return None
             self._sent_load = load
             if steps:
-                self._sent_step = steps[-1].metrics.number
+                self._sent_step = steps[-1][0].number
         num_steps = STEPS_KEPT if is_first else STEPS_SENT
         return json.dumps(
             {
                 "load": _load(load),
-                "steps": [_step(report) for report in steps[-num_steps:]],
+                "steps": [_step(*each) for each in steps[-num_steps:]],
                 "skipped": max(0, len(steps) - num_steps),
                 "reading": self._progress(steps),
                 "ended": ended,
@@ -148,10 +148,10 @@ class EngineFeed(PageFeed):
             separators=(",", ":"),
         )
 
-    def _progress(self, steps: Iterable[StepReport]) -> list[tuple[str, int, int]]:
+    def _progress(self, steps: Iterable[tuple[StepMetrics, Load]]) -> list[tuple[str, int, int]]:
         """Return (id, tokens done, tokens) of prompts that are being read."""
-        for report in steps:
-            for request_id, _, decodes in report.metrics.rows:
+        for step, _ in steps:
+            for request_id, _, decodes in step.rows:
                 if not decodes and len(self._reading) < MAX_READING:
                     self._reading.setdefault(request_id)
         told = []
@@ -179,8 +179,7 @@ def _load(load: Load) -> dict[str, Any]:
     }
 
 
-def _step(report: StepReport) -> dict[str, Any]:
-    metrics = report.metrics
+def _step(metrics: StepMetrics, load: Load) -> dict[str, Any]:
     prompts = [(short_id(request_id), rows) for request_id, rows, decodes in metrics.rows if not decodes]
     return {
         "number": metrics.number,
@@ -188,8 +187,8 @@ def _step(report: StepReport) -> dict[str, Any]:
         "seconds": round(metrics.seconds, 6),
         "decodes": metrics.decodes,
         "prompts": prompts,
-        "running": report.load.running,
-        "waiting": report.load.waiting,
+        "running": load.running,
+        "waiting": load.waiting,
     }
 
 
