@@ -61,8 +61,8 @@ class Flags(NamedTuple):
     """Flags of fields of a dataclass, in one section of a command's help.
 
     A flag is named like its field, `--token-budget` of `token_budget`; that of a switch which is on by default is
-    `--no-...`, and one that may be repeated has no plural, `--allow-host` of `allow_hosts`. The help is the first
-    sentence of the field's entry in the docstring, and what that says about None.
+    `--no-...`, and one that may be repeated has no plural, `--allow-host` of `allow_hosts`. The help is a text among
+    the field's annotations, or the first sentence of its entry in the docstring, and what that says about None.
 
     Attributes:
       settings: the dataclass.
@@ -163,7 +163,7 @@ def _repeats(kind: FieldType) -> bool:
 
 def _help(group: Flags, name: str, kind: FieldType, default: Any) -> str:
     """Describe a flag: the first sentence about its field, the range, the default, and whether it may be repeated."""
-    entry = _entries(group.settings).get(name, "")
+    entry = kind.help or _entries(group.settings).get(name, "")
     text = group.helps.get(name) or re.split(r"\.(?:\s|$)", entry, maxsplit=1)[0]
     if kind.range is not None and kind.range.high < 1e6 and math.isfinite(kind.range.low):
         text += f"; {kind.range.low:g} to {kind.range.high:g}"
