@@ -89,9 +89,10 @@ WRONG: dict[str, list[tuple[str | list[str], str]]] = {
     ],
     "demo": [
         ("--tokens 10", "--tokens must be at least 2"),
-        ("--tokens 1000000", "--tokens must be at most 131,0"),
+        ("--tokens 1", "--tokens must be an integer of 2 to 131000, got 1"),
+        ("--tokens 1000000", "--tokens must be an integer of 2 to 131000"),
         ("--tokens 512 --chunk-size 99999999999", "lower --chunk-size"),
-        ("--questions 999", "--questions must be at most 2"),
+        ("--questions 999", "--questions must be an integer of 1 to 200"),
     ],
     "profile": [
         ("/", "FILE must be a file, and / is a directory"),

@@ -127,8 +127,8 @@ class ChatFlags:
 class DemoFlags:
     """`longctx demo`."""
 
-    tokens: Annotated[int, "length of the document in bytes"] = 32768
-    questions: Annotated[Positive, "pass keys to hide"] = 8
+    tokens: Annotated[int, Range(2, 131_000), "length of the document in bytes"] = 32768
+    questions: Annotated[int, Range(1, 200), "pass keys to hide"] = 8
     seed: Annotated[Count, "of the document"] = 0
     chunk_size: Annotated[Positive, "the most tokens of a step"] = 512
 
