@@ -83,8 +83,8 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
       The command's name, and its options; `fields` of these says where the fields of settings are.
 
     Raises:
-      ValueError: a flag is out of range, or a file can't be read; the message names the flag.
-      SystemExit: the help was printed, or what is wrong with the command line.
+      ValueError: a flag is none or out of range, or a file can't be read; the message names the flag.
+      SystemExit: the help was printed.
     """
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
@@ -105,22 +105,24 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
 
 
 def _parse_without_command(arguments: list[str]) -> NoReturn:
-    """Print the version, the list of commands, or that there is no such command, and exit."""
-    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
+    """Print the version or the list of commands, and exit; ValueError: there is no such command."""
+    from longctx.cli.flags import Parser
+
+    parser = Parser(prog="longctx", description="Exact inference over very long contexts.")
     parser.add_argument("--version", action="version", version=f"longctx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
-    parser.error("the command must come first")
+    raise ValueError("the command must come first")
 
 
 def command_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command's flags."""
     from longctx.cli.commands import FLAGS
-    from longctx.cli.flags import add_flags
+    from longctx.cli.flags import Parser, add_flags
 
-    parser = argparse.ArgumentParser(prog=f"longctx {command}", description=COMMANDS[command], add_help=False)
+    parser = Parser(prog=f"longctx {command}", description=COMMANDS[command], add_help=False)
     add_flags(parser, FLAGS[command])
     parser.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
     parser.add_argument("-h", "--help", action="help", help="show this help message and exit")

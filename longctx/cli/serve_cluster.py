@@ -135,8 +135,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     for action in command_flags("serve"):
         value = getattr(options, action.dest, action.default)
         if action.dest not in _ROUTER and value != action.default:
-            value = True if action.nargs == 0 else value
-            given[action.option_strings[-1][2:]] = str(value) if isinstance(value, Path) else value
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            given[action.option_strings[-1][2:]] = True if action.nargs == 0 else value
     return given
 
 
@@ -154,12 +154,12 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
     names = tuple(options.served_model_name)
     common = instance_arguments(arguments, files, names)
     with prefixing(f"{place}[engine] "):
-        engine = _parse(common)
+        engine = command_parser("serve").parse_args(common)
         check_transfer_flags(engine)
         serve_config(engine)
     for each in starts:
         with prefixing(f"{place}[[instances]] {each.name}: "):
-            parsed = _parse([*common, *own[each.name]])
+            parsed = command_parser("serve").parse_args([*common, *own[each.name]])
             serve_config(parsed)
             num_devices = parallel_plan(parsed).num_devices
             if num_devices % each.processes:
@@ -208,15 +208,6 @@ def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address])
     from longctx.cluster.launcher.ray_launcher import RayLauncher
 
     return RayLauncher(launched, file.ray, known)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = command_parser("serve")
-    parser.exit_on_error = False
-    try:
-        return parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
 
 
 def _server_maker(
