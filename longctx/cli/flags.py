@@ -190,10 +190,11 @@ def _entries(settings: type) -> dict[str, str]:
 def read(settings: type[_Settings], options: argparse.Namespace, **more: Any) -> _Settings:
     """Make settings from the flags of a command."""
     parsed: dict[str, Parsed] = options.fields[settings]
+    made: type = settings
     values = {name: getattr(options, each.name) for name, each in parsed.items() if name not in more}
     for name, value in values.items():
         if isinstance(value, list):
-            values[name] = dict(value) if field_types(settings)[name].kind == Mapping[str, float] else tuple(value)
+            values[name] = dict(value) if field_types(made)[name].kind == Mapping[str, float] else tuple(value)
     with naming({name: each.flag for name, each in parsed.items()}):
         return settings(**values | more)
 
