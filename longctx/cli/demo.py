@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
+from longctx.cli.engine import EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.flags import naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
+from longctx.serving.engine.memory import LOWER
 
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
