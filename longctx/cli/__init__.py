@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx import __version__
-from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
+from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, keep_stdout, report_error
 from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
 COMMANDS = {
@@ -32,6 +32,7 @@ COMMANDS = {
 def program() -> NoReturn:
     """Run `main` as a program of its own, which Ctrl-C ends at once."""
     interrupts.watch()
+    keep_stdout()
     status = main()
     if status:
         # Otherwise JAX's own exit would wait for other processes, or crash in the midst of a step.
@@ -43,8 +44,10 @@ def program() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status; an error is one line on standard error."""
     try:
-        with stdout_is_ours():
+        try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return report_error("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of the text has left, such as `head`
