@@ -15,7 +15,6 @@ from near_outputs import LOGPROBS, check_near
 from test_handoff import beginning, note, run
 from tiered_engines import ONE, PAGE_SIZE, RANKS, STAGES, expected, make_engine, page_bits
 
-from longctx.cluster.engine_messenger import EngineExporter
 from longctx.cluster.transfer.lease import LeaseGone
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.cluster.transfer.options import TransferOptions
@@ -24,6 +23,7 @@ from longctx.cluster.transfer.zmq_sender import PageSender
 from longctx.models.validation import FP8_KV
 from longctx.serving import Engine, Output, Request, SamplingParams
 from longctx.serving.kv_cache.connector import PageRead
+from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.request.handoff import Handoff
 
 NUMBERS = itertools.count()
@@ -49,11 +49,14 @@ class Pair:
             assert engine.page_identity is not None
         self.layout, self.fingerprint = self.engines[0].page_identity  # type: ignore[misc]
         assert self.engines[1].page_identity == (self.layout, self.fingerprint)
-        self.exporters = [EngineExporter(engine, self.layout) for engine in self.engines]
+        self.exporters = [engine.pages for engine in self.engines]
         self.receiver = LocalReceiver(self.layout, self.fingerprint, options=OPTIONS)
 
     def local(self, sender: int) -> Callable[[str], Any]:
-        return lambda lease: self.receiver.source(self.exporters[sender], lease, self.fingerprint)
+        return self.local_from(self.exporters[sender])
+
+    def local_from(self, exporter: Any, fingerprint: bytes | None = None) -> Callable[[str], Any]:
+        return lambda lease: self.receiver.source(exporter, lease, self.layout, fingerprint or self.fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -181,23 +184,30 @@ def test_a_killed_side_is_computed_again(pair: Pair, sender: PageSender) -> None
     check_empty(*pair.engines)
 
 
-class DyingExporter(EngineExporter):
+class DyingExporter:
     """An engine that is gone after some reads."""
 
-    reads = 0
+    def __init__(self, engine: Engine) -> None:
+        self.pages, self.reads = engine.pages, 0
+
+    def lease(self, lease_id: str) -> LeasedPages:
+        return self.pages.lease(lease_id)
+
+    def release(self, lease_id: str) -> None:
+        self.pages.release(lease_id)
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
         self.reads += 1
         if self.reads > 4:
             raise LeaseGone("the engine is gone")
-        return super().read(lease_id, first, stop, layers)
+        return self.pages.read(lease_id, first, stop, layers)
 
 
 def test_pages_that_came_before_the_end_are_kept(pair: Pair) -> None:
     first, second = pair.engines
     request = Request(list(range(45)), SamplingParams(max_tokens=20, ignore_eos=True), "r")
-    dying = DyingExporter(first, pair.layout)
-    final = move(first, second, [request], 6, lambda lease: pair.receiver.source(dying, lease, pair.fingerprint))
+    dying = DyingExporter(first)
+    final = move(first, second, [request], 6, pair.local_from(dying))
     check(final, [request])
     assert dying.reads > 4
     assert 0 < final["r"][0].metrics.loaded_tokens < 45
@@ -232,7 +242,7 @@ def test_a_prefill_streams_its_pages_while_it_runs(pair: Pair) -> None:
     while first.has_work:
         note(first, outputs)
         if "streamed" in first.core.leases:
-            ready.append(pair.exporters[0].num_ready("streamed"))
+            ready.append(len(pair.exporters[0].lease("streamed").pages))
     assert len({*ready}) > 3
     handoff = Handoff.of(outputs["p"])
     second.submit(request, None, handoff, {"streamed": pair.local(0)("streamed")})
@@ -248,7 +258,7 @@ def test_a_prefill_streams_its_pages_while_it_runs(pair: Pair) -> None:
 def test_other_weights_are_refused(pair: Pair) -> None:
     first, second = pair.engines
     request = Request(list(range(45)), SamplingParams(max_tokens=9, ignore_eos=True), "r")
-    final = move(first, second, [request], 6, lambda lease: pair.receiver.source(pair.exporters[0], lease, b"other"))
+    final = move(first, second, [request], 6, pair.local_from(pair.exporters[0], b"other"))
     check(final, [request])
     assert final["r"][0].metrics.loaded_tokens == 0
     for lease in first.core.leases.over():
@@ -301,7 +311,7 @@ def test_an_engine_of_another_kv_dtype_is_refused(pair: Pair, fp8_pair: Pair, ca
     one, other = pairs[0].layout.dtype, pairs[1].layout.dtype
 
     def source(lease: str) -> Any:
-        return pairs[1].receiver.source(pairs[0].exporters[0], lease, pairs[0].fingerprint)
+        return pairs[1].receiver.source(pairs[0].exporters[0], lease, pairs[0].layout, pairs[0].fingerprint)
 
     final = move(first, second, [request], 6, source)
     assert final["r"][0].metrics.loaded_tokens == 0

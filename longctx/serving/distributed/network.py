@@ -137,11 +137,11 @@ class Network:
         except zmq.ZMQBindError:
             raise ValueError(f"ports must have a free one from {ports[0]} to {ports[1]} on process 0's host") from None
 
-    def drop(self, socket: Socket) -> None:
-        """Close one socket, and forget what it has not sent yet."""
+    def drop(self, socket: Socket, linger: int = 0) -> None:
+        """Close one socket; what it has not sent yet may leave for `linger` milliseconds."""
         self._sockets.remove(socket)
         socket.disable_monitor()
-        socket.close(linger=0)
+        socket.close(linger=linger)
 
     def close(self) -> None:
         """Close all sockets, after at most a second in which what was sent may leave."""

@@ -128,12 +128,7 @@ class TierChanges:
 class KvEvents:
     """Listener of an engine's page pool and tiers that hands on the changes of each step; another thread encodes them.
 
-    Args:
-      thread: of an engine that caches prefixes. Its pool's listener is this object from now on.
-      publish: is called after a step with a function that returns the step's encoded batch. It must not block.
-
-    Raises:
-      ValueError: the engine does not cache prefixes, or has a listener already.
+    `publish` is called after a step with a function that returns the step's encoded batch. It must not block.
     """
 
     def __init__(self, thread: EngineThread, publish: Callable[[Callable[[], bytes]], object]) -> None:

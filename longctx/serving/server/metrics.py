@@ -66,18 +66,10 @@ _TIER_GAUGES = {
 class ServerMetrics(RenderedMetrics):
     """Counts what an engine's thread does from now on, and renders it.
 
-    Args:
-      prefix: of the metrics that vLLM has too, such as "vllm".
-      thread: its `on_step` and `on_end` get this object's observers.
-      model_name: the value of the label `model_name`.
-
     Attributes:
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
-
-    Raises:
-      ValueError: prefix is no name of letters, digits and underscores.
     """
 
     def __init__(self, prefix: str, thread: EngineThread, model_name: str) -> None:

@@ -7,6 +7,7 @@ prompt and no answer: of a request its shortened id and counts.
 """
 
 import asyncio
+import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 INTERVAL = 0.1  # seconds between two messages
+PING_INTERVAL = 15.0  # seconds
 STEPS_KEPT = 240  # for a new viewer
 STEPS_SENT = 40  # in one message, the latest
 OUTPUTS_KEPT = 60
@@ -59,10 +61,8 @@ class PageFeed(ABC):
     async def messages(self) -> AsyncGenerator[str]:
         """Yield one message with the last steps and outputs, then each new one.
 
-        The second may repeat some of the first: steps and outputs have numbers.
-
-        Raises:
-          TooManyViewers: there are `MAX_VIEWERS` already.
+        The second may repeat some of the first: steps and outputs have numbers. Where nothing is new for long, an empty
+        text comes.
         """
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} pages watch this server already")
@@ -75,7 +75,11 @@ class PageFeed(ABC):
                 self._task = asyncio.create_task(self._publish())
             yield str(self._message(is_first=True))
             while True:
-                yield await queue.get()
+                message = ""
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PING_INTERVAL):
+                        message = await queue.get()
+                yield message
         finally:
             self._queues.remove(queue)
             self.num_viewers -= 1
