@@ -34,11 +34,7 @@ class JoinRequest(NamedTuple):
 
 
 def read_join_request(value: Any) -> JoinRequest:
-    """Read an untrusted request.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Read an untrusted request; raises ValueError if it is none."""
     match value:
         case [int(process), str(host_name)] if not isinstance(process, bool) and 0 <= process < 1 << 31:
             if host_name.isprintable() and len(host_name) <= _MAX_CHARACTERS:
@@ -60,11 +56,6 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGr
 
     Returns:
       This process's `ProcessGroup`, and the coordinator address for `jax.distributed`.
-
-    Raises:
-      ValueError: the coordinator is no address of this machine, can be reached from others without a secret, or a
-        port is taken.
-      TimeoutError: some process did not come. The others get the error too.
     """
     coordinator, failure_timeout = cluster_env.coordinator, options.failure_timeout
     try:
@@ -126,11 +117,7 @@ class RendezvousServer:
         self._last_refusal = ""
 
     def wait_for_all(self) -> None:
-        """Wait until all have come.
-
-        Raises:
-          TimeoutError: they did not within the join timeout.
-        """
+        """Wait until all have come; TimeoutError: they did not within the join timeout."""
         deadline = time.monotonic() + self._options.join_timeout
         while len(self.joiners) < len(self.others):
             if time.monotonic() > deadline:
@@ -181,13 +168,7 @@ class RendezvousServer:
 
 
 def join(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGroup, str]:
-    """Meet process 0 as another process; arguments and results as in `lead`.
-
-    Raises:
-      ValueError: the coordinator's host does not exist, can be reached from other machines without a secret, or
-        process 0 refuses this process or another.
-      TimeoutError: process 0 does not answer.
-    """
+    """Meet process 0 as another process; arguments and results as in `lead`."""
     # Process 0 may wait for others as long as this process would, and then send an error that names them.
     coordinator, deadline = cluster_env.coordinator, time.monotonic() + options.join_timeout + 2
     address = _await_name(coordinator, deadline)

@@ -123,11 +123,7 @@ class ActiveRequests(dict[str, ActiveRequest]):
         return any(request.has_begun for request in tuple(self.values()))
 
     def claim(self, requests: List[ActiveRequest]) -> None:
-        """Check requests, and register each under its id, or a new one; all or none.
-
-        Raises:
-          TypeError, ValueError: one can't be served, or an id is taken.
-        """
+        """Check requests, and register each under its id, or a new one; all or none, and then an error says which."""
         for i, request in enumerate(requests):
             with _naming_prompt(i, len(requests)):
                 check_real("arrival", request.arrival, -math.inf, self._clock())

@@ -217,9 +217,6 @@ class ModelRunner:
         """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
 
         This call alone may come from any thread. The block's memory must not change until it is written.
-
-        Raises:
-          ValueError: the block is not of these pages, or has another layout.
         """
         return self._pages.place(pages, block)
 
