@@ -455,7 +455,7 @@ class Core:
 
 
 def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
-    """Begin what can be, and wait for the oldest in-flight batch, whose results `Core.end` takes; None: there is none."""
+    """Begin what can be, and wait for the oldest in-flight batch, whose results `Core.end` takes; None: none is."""
     if not begin_steps(core, queue, now, logs):
         return None
     return end_step(queue, logs)
