@@ -39,7 +39,6 @@ class ActiveRequest:
       request_id: unique; the registry chooses one if the request has none.
       available: leading tokens of its prompt that can be loaded; None: they are looked up when it enters.
       resumed: when its handoff was taken up; None: when it enters.
-      is_admitted: whether it counts as waiting until it has slots, see `AdmissionControl`.
       has_begun: whether it may enter the core with the next step; pages may have to come first.
       sequences: once it has entered the core.
       outputs: of the completions that have ended, by index.
@@ -56,7 +55,6 @@ class ActiveRequest:
     available: int | None = None
     resumed: float | None = None
     has_begun: bool = False
-    is_admitted: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
 

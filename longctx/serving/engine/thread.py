@@ -166,8 +166,6 @@ class EngineThread:
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
             if self.engine.requests.drop(request):
-                if request.is_admitted:
-                    self.control.note_fewer()
                 self._count(-1)
             raise
         finally:
@@ -282,7 +280,6 @@ class EngineThread:
         if by_request:
             self._flush()
         if ended:
-            self.control.note_fewer()
             self._count(-len(ended))
 
     def _tell(self, request: ActiveRequest, events: list[Event]) -> None:
@@ -316,8 +313,6 @@ class EngineThread:
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()
-        if metrics.admitted:
-            self.control.note_fewer()
         notify(self.on_step, metrics, self.load)
 
     def _look(self) -> Load:
