@@ -43,6 +43,6 @@ def test_mutated_requests_are_refused_or_answered(num_inputs: int) -> None:
             answered += 1
             assert {x.finish_reason for x in outputs} <= {"stop", "length"}
         assert not engine.has_work
-    assert answered > num_inputs // 20
+    assert answered > num_inputs // 30
     assert engine.stats().pages_held == 0
     assert engine.generate([3, 4], FOUR)[0].token_ids == expected_tokens([3, 4], FOUR)

@@ -72,9 +72,9 @@ def of_heads(path: Any, x: jax.Array) -> P:
 @pytest.mark.parametrize(
     ("batch", "spec_of"),
     [
-        (P("data"), lambda path, x: P()),
+        pytest.param(P("data"), lambda path, x: P(), marks=pytest.mark.slow),
         (P("data"), lambda path, x: P("data") if x.shape[0] % 4 == 0 else P()),
-        (P(), of_heads),
+        pytest.param(P(), of_heads, marks=pytest.mark.slow),
     ],
     ids=["data", "fsdp", "tensor"],
 )

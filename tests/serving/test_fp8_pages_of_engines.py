@@ -69,6 +69,7 @@ def test_with_chunks_prefix_hits_and_preemption_tokens_are_near() -> None:
         assert num_pages > 11 or engine.stats().preemptions
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up() -> None:
     shapes = {"max_length": 96, "max_running": 3, "token_budget": 8, "buckets": (8,), "num_pages": 20}
     engine = make_engine(None, oracle_of(1, 1, FP8), kv_dtype=FP8, **shapes)
@@ -89,14 +90,11 @@ def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool
     assert not collectives(program.as_text(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(
     ("exchange", "message", "rounds"),
-    [
-        ("pass_kv", 2, 8),
-        pytest.param("pass_q", 0, 1, marks=pytest.mark.slow),
-        pytest.param("all_gather", 2, 8, marks=pytest.mark.slow),
-    ],
+    [("pass_kv", 2, 8), ("pass_q", 0, 1), ("all_gather", 2, 8)],
 )
 def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
     mesh = make_mesh(context=2)

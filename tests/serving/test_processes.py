@@ -114,9 +114,8 @@ MOVING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("count", "plan"), [MOVING[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MOVING[1:])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "plan"), MOVING, ids=str)
 def test_requests_move_to_an_engine_of_one_process_and_back(count: int, plan: dict[str, Any], tmp_path: Path) -> None:
     """Every process sends the pages of its own ranks, and fetches those that they want; tokens are the oracle's."""
     with processes(tmp_path, "moves", count, plan=plan, failure_timeout=120, join_timeout=120) as group:

@@ -94,6 +94,7 @@ def test_evicted_pages_come_back_while_others_run() -> None:
     assert loaded > 0
 
 
+@pytest.mark.slow
 def test_no_program_is_compiled_after_warm_up() -> None:
     store = MemoryStore(LAYOUT)
     engine = make_engine(store, ParallelPlan(2, 1, 2))
