@@ -16,6 +16,7 @@ The limit: over loopback, a hundred bytes take some 30 us to a receiver that spi
 import argparse
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from benchmarks.processes import free_coordinator
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup, initialize
+from longctx.serving.distributed.orders import Order, decode_order, encode_order
 
 LENGTHS, RUNNING = (128, 2048, 8192), 8
 
@@ -65,10 +67,10 @@ def ping(group: ProcessGroup) -> list[float]:
     delays = []
     for _ in range(PINGS):
         if group.is_first:
-            group.broadcast({"kind": "ping", "at": time.perf_counter()})
+            group.broadcast(struct.pack("<d", time.perf_counter()))
             time.sleep(0.002)
         else:
-            at = group.receive().header["at"]
+            (at,) = struct.unpack("<d", group.receive())
             delays.append(1e6 * (time.perf_counter() - at))
     return delays
 
@@ -77,14 +79,13 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
     channel, probe = group._channel, Probe()
     send, sizes = channel.send, []
 
-    def stamped(header: dict[str, Any], frames: Any = None) -> None:
-        before = channel.bytes_sent
-        send(header | {"at": time.perf_counter()}, frames)
-        if not header.get("updates"):
-            sizes.append(channel.bytes_sent - before - len('"at": 12345.123456789, '))
+    def stamped(data: bytes) -> None:
+        send(data + struct.pack("<d", time.perf_counter()) if data else data)
+        if data and not decode_order(data).updates:
+            sizes.append(len(data))
 
-    engine.warm_up()
     channel.send = stamped
+    engine.warm_up()
     lockstep = engine._lockstep
     for owner, method in (
         (lockstep, "note_step"),
@@ -107,24 +108,24 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
 def follow(engine: Engine, group: ProcessGroup) -> dict[str, Any]:
     channel, probe, delays = group._channel, Probe(), []
     receive = channel.receive
-    parse = json.loads
 
-    def waited() -> Any:
+    def waited() -> bytes:
         asked = time.perf_counter()
-        message = receive()
+        data = receive()
         now = time.perf_counter()  # the same clock in all processes of a host
-        if "at" in message.header:
-            delays.append((now - max(message.header["at"], asked), message.header["at"] > asked))
-        return message
+        if data:
+            (at,) = struct.unpack("<d", data[-8:])
+            delays.append((now - max(at, asked), at > asked))
+        return data[:-8]
 
     channel.receive = waited
     for method in ("add_plan", "add_tokens"):
         probe.wrap(engine._lockstep.decisions, method, method)
     engine.follow()
-    text = json.dumps({"number": 1000, "kind": "step", "now": 12345.678901234, "seconds": 0.012345678})
+    data = encode_order(Order("step", 12345.678901234, 0.012345678))
     start = time.perf_counter()
     for _ in range(1000):
-        parse(text)
+        decode_order(data)
     reading = (time.perf_counter() - start) * 1000
     both = [1e6 * seconds for seconds, _ in delays]
     woken = [1e6 * seconds for seconds, was_waiting in delays if was_waiting]

@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from longctx.cluster.transfer.lease import Lease, LeaseGone
+from longctx.cluster.transfer.lease import LeaseGone
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
 from longctx.serving.kv_cache.connector import PageBlock, assemble
+from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.kv_cache.page_layout import PageLayout
 
 LAYOUT = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
@@ -45,14 +46,11 @@ class MemoryExporter:
         self.pages = np.random.default_rng(0).integers(0, 2**16, (num_pages, *LAYOUT.shape)).astype(LAYOUT.bits)
         self.keys = keys_of(num_pages)
 
-    def open(self, lease_id: str) -> Lease:
+    def lease(self, lease_id: str) -> LeasedPages:
         if lease_id != LEASE:
             raise LeaseGone(lease_id)
         count = len(self.keys)
-        return Lease(LEASE, self.keys, [*range(count)], 0, count * LAYOUT.page_size, LAYOUT)
-
-    def num_ready(self, lease_id: str) -> int:
-        return len(self.keys)
+        return LeasedPages(None, self.keys, [*range(count)], count * LAYOUT.page_size, count * LAYOUT.page_size)
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> Any:
         return _Read([PageBlock(0, LAYOUT.whole, self.pages[first:stop])])
@@ -124,7 +122,7 @@ def contender(way: str, num_pages: int, out: np.ndarray) -> Iterator[Callable[[]
         yield lambda: np.copyto(out, source)
     elif way == "local":
         local, exporter = LocalReceiver(LAYOUT, options=OPTIONS), MemoryExporter(num_pages)
-        yield lambda: receive(local.source(exporter, LEASE), out)
+        yield lambda: receive(local.source(exporter, LEASE, LAYOUT), out)
     elif way == "bare TCP":
         with sender(way, num_pages) as address:
             host, _, port = address.rpartition(":")

@@ -40,7 +40,6 @@ EXTRAS: Mapping[str, Extra] = {
             "prometheus_client": "prometheus-client",
             "pydantic": "pydantic",
             "zmq": "pyzmq",
-            "sse_starlette": "sse-starlette",
             "uvicorn": "uvicorn",
         },
     ),

@@ -1,6 +1,5 @@
 """`longctx doctor` without `--model`: what it says of a sound machine, and that a hostile one doesn't stop it."""
 
-import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from longctx import extras
 from longctx.cli import doctor, main
 from longctx.cli.doctor import Report, first_line, shown
 from longctx.cli.files import CACHE_VARIABLE as VARIABLE
-from longctx.cli.terminal import Console
 from longctx.models.builtin import TINY
 
 
@@ -21,28 +19,21 @@ def report() -> Report:
     return Report()
 
 
-def ask_jax(report: Report, seconds: float = 100.0) -> Report:
-    doctor.ask_jax(report, Console(True), seconds)
-    return report
-
-
 def test_a_sound_machine_has_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     sections = found["sections"]
     assert [*sections] == ["versions", "compile cache", "memory", "devices", "links", "picked", "extras"]
     assert sections["versions"]["jax"] == jax.__version__
-    assert sections["devices"] == {"backend": "cpu", "cpu": "4"}
+    assert sections["devices"] == {"backend": "cpu", "cpu": str(jax.device_count())}
     assert sections["links"]["device"].startswith("cpu")
     assert sections["picked"]["attention, bfloat16"].startswith("xla: mosaic_gpu needs an NVIDIA GPU")
     assert sections["picked"]["exchange, prefill"].split()[0] in ("pass_kv", "pass_q", "all_gather", "kvp")
-    assert sections["picked"]["exchange, decode"].startswith("kvp over 4")
-    assert sections["picked"]["XLA_FLAGS"] == "--xla_force_host_platform_device_count=4"
+    assert sections["picked"]["exchange, decode"].startswith(f"kvp over {jax.device_count()}")
     assert sections["extras"].keys() == extras.EXTRAS.keys()
     assert not (tmp_path / "cache").exists(), "it only looks"
 
@@ -50,7 +41,7 @@ def test_a_sound_machine_has_no_problem(
 def test_text_has_a_line_for_each_value_and_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def examine(report: Report, console: Console) -> None:
+    def examine(report: Report) -> None:
         report.note("devices", "gpu", "none \udcff")
         report.problem("the GPU is gone", "call it back")
         report.hint("it is cold", "put something on")
@@ -77,7 +68,6 @@ def test_a_cache_folder_that_commands_would_refuse_is_a_problem(
     [problem] = report.problems
     assert garbage[:100] in problem.text
     assert f"unset {VARIABLE}" in problem.remedy
-    assert report.sections["compile cache"]["usable"].startswith("no: ")
 
 
 def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
@@ -88,7 +78,7 @@ def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     doctor.examine(report)
     assert report.problems == []
-    [hint] = [hint for hint in report.hints if "/proc" in "".join(hint)]
+    [hint] = [hint for hint in report.hints if "/proc" in hint.text]
     assert "can't be kept in /proc/none" in hint.text, "nor is its disk full"
 
 
@@ -116,48 +106,24 @@ def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.M
 # JAX
 
 
-@pytest.mark.parametrize(
-    ("contents", "words"),
-    [
-        ("raise ImportError('libcuda.so.1 is gone')", "JAX can't be found out: ImportError: libcuda.so.1 is gone"),
-        (
-            "import os, sys; print('Fatal: bad', file=sys.stderr); os.abort()",
-            "JAX can't be loaded: SIGABRT: Fatal: bad",
-        ),
-        ("import os; os._exit(3)", "JAX can't be loaded: exit status 3"),
-        ("import os; os.write(1, b'noise\\n')", "JAX can't be found out: AttributeError"),
-    ],
-)
-def test_a_jax_that_does_not_load_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, contents: str, words: str
-) -> None:
-    (tmp_path / "jax.py").write_text(contents)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    [problem] = ask_jax(report).problems
-    assert problem.text.startswith(words)
+def test_a_jax_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    doctor.ask_jax(report)
+    [problem] = report.problems
+    assert problem.text.startswith("JAX can't be found out: ModuleNotFoundError")
     assert problem.remedy
 
 
-def test_a_jax_that_never_answers_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    (tmp_path / "jax.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    [problem] = ask_jax(report, 1.0).problems
-    assert problem.text == "JAX does not answer within 1 s"
-
-
 def test_devices_that_jax_does_not_find_are_a_problem(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Unknown backend\nmore about it")
+
+    monkeypatch.setattr(jax, "devices", refuse)
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-    [problem] = ask_jax(report).problems
-    assert problem.text.startswith("the devices of JAX_PLATFORMS=nonsense can't be found out: ")
+    doctor.ask_jax(report)
+    [problem] = report.problems
+    assert problem.text == "the devices of JAX_PLATFORMS=nonsense can't be found out: RuntimeError: Unknown backend"
     assert "JAX_PLATFORMS" in problem.remedy
-    assert report.sections["versions"]["jax"] == jax.__version__, "what was found before stays"
-
-
-def test_flags_that_xla_does_not_know_are_to_be_corrected(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--no_such_flag=3")
-    [problem] = ask_jax(report).problems
-    assert "--no_such_flag=3" in problem.text
-    assert problem.remedy.startswith("correct XLA_FLAGS")
 
 
 # Packages, and the driver
@@ -172,27 +138,6 @@ def test_extras_that_lack_packages_have_their_pip_line(monkeypatch: pytest.Monke
     assert found["serve"].endswith(f": not installed, lacks pyzmq: {extras.pip_line('serve')}")
     assert "installed, gguf " in found["gguf"]
     assert report.problems == []
-
-
-def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    lines = ["jax>=999", "nothing-like-it>=1", "numpy>=1", "gguf>=99; extra == 'gguf'", "ray>=2; extra == 'cluster'"]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*lines, "unreadable @ x"])
-    doctor.examine(report)
-    assert [each.text for each in report.problems] == [
-        f"jax {jax.__version__} is older than 999",
-        "nothing-like-it is not installed",
-    ]
-    assert [each.text.partition(" is older")[2] for each in report.hints] == [" than 99, which extra gguf needs"]
-
-
-def test_a_folder_that_is_not_installed_is_a_hint(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    def requires(name: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
-    doctor.examine(report)
-    assert report.problems == []
-    assert "not installed" in report.hints[0].text
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_wait_is_explained(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--num-pages", "3"], "--num-pages is too small for request 'r0'"),
         (["--token-budget", "2"], "--token-budget must have a row for each of --max-running=4"),
         (["--explain", "nobody"], "the log has no step since a request 'nobody' came"),
-        (["--explain", "r9", "--policy", "fcfs"], "--explain and --policy can't be given together"),
+        (["--explain", "r9", "--policy", "fcfs"], "--policy contradicts --explain"),
     ],
 )
 def test_flags_are_checked(log: Path, flags: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

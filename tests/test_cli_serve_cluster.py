@@ -59,7 +59,7 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
         ("[engine]\npage_size = 0\n" + PAIR, [], "[engine] --page-size must be"),
         ("[engine]\nplacement = 'any'\n" + PAIR, [], "[engine] argument --placement: invalid choice"),
         ("[engine]\nport = 1\n" + PAIR, [], "[engine] port is set by who starts the instances"),
-        ("[engine]\nkv_secret_file = 'no-such'\n" + PAIR, [], "[engine] --kv-secret-file"),
+        ("[engine]\nkv_secret_file = 'no-such'\n" + PAIR, [], "[engine] kv_secret_file"),
         (PAIR + "flags = { admin-key = 'x' }\n", [], "decode-0: flags.admin-key is set by"),
         (PAIR + "flags = { max_running = 0 }\n", [], "decode-0: --max-running must be"),
         (PAIR + "processes = 2\n", [], "decode-0: processes must divide the 1 devices of --stage, --context and"),

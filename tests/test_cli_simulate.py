@@ -24,7 +24,7 @@ from longctx.simulation.workloads.arrivals import MAX_RATE
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 # Long and short prompts on two ranks and two stages of a pipeline.
 SMALL = ["--requests", "12", "--prompt-tokens", "100:30000:log", "--output-tokens", "5:20", "--qps", "2"]
-PLAN = ["--plan", "stage=2,tensor=4,context=2,rank_tokens=8192", "--topology", "h100-rdma", "--preset", "medha"]
+PLAN = ["--stage=2", "--tensor=4", "--context=2", "--rank-tokens=8192", "--topology", "h100-rdma", "--preset", "medha"]
 
 
 def simulate(*arguments: str) -> int:
@@ -157,7 +157,7 @@ def test_a_search_finds_where_a_target_is_missed(limit: float) -> None:
 
 def test_users_wait_for_answers_and_windows_close(capsys: pytest.CaptureFixture[str]) -> None:
     workload = ["--mix", "sharegpt4", "--requests", "30"]
-    assert simulate(*workload, "--users", "2", "--window", "4", "--plan", "tensor=4") == 0
+    assert simulate(*workload, "--users", "2", "--window", "4", "--tensor", "4") == 0
     printed = capsys.readouterr().out
     assert "open requests" in printed
     assert "2 had not ended when the window closed" in printed
@@ -199,7 +199,7 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
 def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
     names = ["medha", "sarathi-2048", "vllm", "striped"]
     sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
-    assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
+    assert simulate(*SMALL, "--stage", "2", "--tensor", "8", "--topology", "medha-a100", *sweep) == 0
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
@@ -239,5 +239,5 @@ def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFi
     assert summary["tpot"]["p50"] == pytest.approx(0.01)
     assert simulate(*arguments, "--page-size", "32") == 2
     assert "was measured on another engine: --page-size is 16 there, 32 here" in capsys.readouterr().err
-    assert simulate(*arguments, "--plan", "tensor=2") == 2
+    assert simulate(*arguments, "--tensor", "2") == 2
     assert "was measured on one device" in capsys.readouterr().err

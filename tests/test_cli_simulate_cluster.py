@@ -25,7 +25,7 @@ name = "answers"
 [simulation]
 model = "llama-3-8b"
 topology = "medha-a100"
-plan = "tensor=2"
+tensor = 2
 page_size = 256
 host_bytes = 100_000_000_000
 [[simulation.changes]]
@@ -81,9 +81,9 @@ def test_the_folder_of_a_cluster(cluster: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_flags_say_what_the_file_leaves_open(cluster: Path, tmp_path: Path) -> None:
-    cluster.write_text(FILE.replace('plan = "tensor=2"\n', "").replace('model = "llama-3-8b"\n', ""))
+    cluster.write_text(FILE.replace("tensor = 2\n", "").replace('model = "llama-3-8b"\n', ""))
     out = tmp_path / "all.json"
-    more = ["--plan", "tensor=4", "--model", "llama-2-70b", "--window", "2"]
+    more = ["--tensor", "4", "--model", "llama-2-70b", "--window", "2"]
     assert main(["simulate", "--quiet", "--cluster", str(cluster), *SMALL, *more, "--json", str(out)]) == 0
     contents = json.loads(out.read_text())
     assert contents["cluster"]["plan"]["tensor"] == 4
@@ -103,7 +103,7 @@ def test_flags_say_what_the_file_leaves_open(cluster: Path, tmp_path: Path) -> N
         ('instance = "prefill-0"', 'instance = "prefill-7"', [], "changes must name instances"),
         ('action = "kill"', 'action = "explode"', [], "action must be one of"),
         ('action = "kill"', "", [], "changes must have action"),
-        ("tensor=2", "tensor=3", [], "tensor"),
+        ("tensor = 2", "tensor = 3", [], "tensor"),
         ("page_size = 256", "page_size = 0", [], "page_size"),
         ("page_size = 256", 'kv_dtype = "int4"', [], "[simulation] kv_dtype must be None"),
         ("page_size = 256", "kv_dtype = 8", [], "[simulation] kv_dtype must be a string"),

@@ -38,7 +38,7 @@ def parse(folder: Path, arguments: list[str], is_whole: bool = True) -> argparse
     options = parser.parse_args(arguments)
     if options.config is not None:
         file = folder / options.config.name
-        options = parser.parse_args([*config_arguments(parser, file, arguments), *arguments])
+        options = parser.parse_args([*config_arguments(parser, file), *arguments])
     options.kv_secret_file = options.join_key_file = None  # files that users make
     if options.join and is_whole:
         check_transfer_flags(argparse.Namespace(**vars(options) | {"kv_secret_file": Path("secret")}))

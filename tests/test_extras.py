@@ -43,7 +43,6 @@ ROOMS_OF_EXTRAS = (
     "longctx.cluster.engine_transfers",
     "longctx.cluster.join",
     "longctx.cluster.prefill",
-    "longctx.cluster.prefix_index.connection",
     "longctx.cluster.prefix_index.reader",
     "longctx.cluster.router",
     "longctx.cluster.transfer",

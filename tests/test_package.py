@@ -132,10 +132,9 @@ def test_required_packages_are_all_that_the_doctor_needs() -> None:
     owners = importlib.metadata.packages_distributions()
     hidden = [module for module in owners if not required & {canonicalize_name(each) for each in owners[module]}]
     hidden = [module for module in hidden if module not in ("longctx", "_distutils_hack")]
-    # The probe imports the kernels for Hopper too.
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({hidden})); from longctx.cli.doctor_probe import main; main()"
-    )
+    # The doctor imports the kernels for Hopper too.
+    program = f"import sys; sys.modules.update(dict.fromkeys({hidden})); from longctx.cli import main; "
+    program += "sys.exit(main(['doctor', '--json', '--quiet']))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120

@@ -65,8 +65,11 @@ def _run(arguments: list[str]) -> int:
         from longctx.cli import compile_cache
 
         compile_cache.enable(options.compile_cache)
+    from longctx.cli.flags import flags_of, naming
+
     try:
-        return command.run(options)
+        with naming(flags_of(options)):
+            return command.run(options)
     except RuntimeError as error:
         if not _is_of_device(error):
             raise
@@ -83,54 +86,53 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
       ValueError: a flag is out of range, or a file can't be read; the message names the flag.
       SystemExit: the help was printed, or what is wrong with the command line.
     """
-    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
-    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    given = next((each for each in arguments if each in COMMANDS), None)
-    for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary, add_help=False)
-        if name == given:
-            command = sub
-            add_command_flags(sub, name)
-    options = parser.parse_args(arguments)
-    assert given is not None
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
+        return _parse_without_command(arguments)
+    parser, given = command_parser(name), arguments[1:]
+    options = parser.parse_args(given)
     from longctx.cli.config_file import config_arguments, preset_arguments
     from longctx.cli.flags import check_options
 
-    at = arguments.index(given) + 1
-    if getattr(options, "config", None) is not None:
-        arguments[at:at] = config_arguments(command, options.config, arguments[at:])
-        options = parser.parse_args(arguments)
-    if getattr(options, "preset", None) is not None:
-        arguments[at:at] = preset_arguments(options.preset)
-        options = parser.parse_args(arguments)
+    of_file = config_arguments(parser, options.config) if getattr(options, "config", None) else []
+    preset = getattr(parser.parse_args([*of_file, *given]), "preset", None)
+    before = [*preset_arguments(preset), *of_file] if preset else of_file
+    if before:
+        parser.set_defaults(**vars(parser.parse_args(before)))
+        options = parser.parse_args(given)
     check_options(options)
-    return given, options
+    return name, options
+
+
+def _parse_without_command(arguments: list[str]) -> NoReturn:
+    """Print the version, the list of commands, or that there is no such command, and exit."""
+    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
+    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    parser.parse_args(arguments)
+    parser.error("the command must come first")
 
 
 def command_parser(command: str) -> argparse.ArgumentParser:
-    """Return a parser of the flags of a command alone."""
-    parser = argparse.ArgumentParser(prog=f"longctx {command}", add_help=False)
-    add_command_flags(parser, command)
-    return parser
-
-
-def command_flags(command: str) -> list[argparse.Action]:
-    """Return the flags of a command, as argparse has them."""
-    return command_parser(command)._actions
-
-
-def add_command_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the flags of a command to its parser."""
+    """Return the parser of a command's flags."""
     from longctx.cli.commands import FLAGS
     from longctx.cli.flags import add_flags
 
+    parser = argparse.ArgumentParser(prog=f"longctx {command}", description=COMMANDS[command], add_help=False)
     add_flags(parser, FLAGS[command])
     parser.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
     parser.add_argument("-h", "--help", action="help", help="show this help message and exit")
     shown = [each for each in parser._actions if each.required or not each.option_strings]
     words = [f"{each.option_strings[0]} {each.metavar}" if each.option_strings else each.metavar for each in shown]
     parser.usage = " ".join(["%(prog)s", *map(str, words), "[FLAG ...]"])
+    return parser
+
+
+def command_flags(command: str) -> list[argparse.Action]:
+    """Return the flags of a command, as argparse has them."""
+    return command_parser(command)._actions
 
 
 def _is_of_device(error: RuntimeError) -> bool:

@@ -2,16 +2,14 @@
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from longctx.cli.engine import EngineLoader, initialize_processes, show_compiling
-from longctx.cli.files import check_input
 from longctx.cli.settings import engine_config
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
-from longctx.cli.workload import check_outputs, check_workload, make_workload
+from longctx.cli.workload import check_workload, make_workload, print_results, write_json
 from longctx.serving import Engine, EngineStats
 from longctx.serving.distributed import ProcessGroup
 from longctx.simulation.record import Record
@@ -24,9 +22,6 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print the table, and write the files that flags name."""
     check_workload(options)
     engine_config(options, max_length=options.max_length)
-    if options.profile is not None:
-        check_input("--profile", options.profile)
-    check_outputs(options, "json", "plot")
     with initialize_processes(options) as group:
         return _run(options, group)
 
@@ -53,17 +48,8 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
         is_complete = True
     finally:  # what was measured until an interrupt or a failure is kept
         summary = report.summarize(record) | {"skipped": num_skipped, "interrupted": not is_complete}
-        if options.json is not None:
-            contents = _settings(options, engine) | {"summary": summary} | report.details(record)
-            options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
-
-    print(report.table(summary))
-    if options.max_length is not None:
-        print(
-            f"skipped {num_skipped} of {num_skipped + len(requests)} requests, longer than {options.max_length} tokens"
-        )
-    if options.plot is not None:
-        plots.write_drawing(lambda: plots.draw_record(record), options.plot)
+        write_json(options, _settings(options, engine), record, summary)
+    print_results(options, summary, lambda: plots.draw_record(record))
     if record.failed:
         return report_error(f"failed: {record.failed} of {len(requests)} requests", FAILED)
     return 0
@@ -72,13 +58,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
 def _settings(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     config = dataclasses.asdict(engine.config)
     del config["hash_key"]
-    workload = str(options.workload or "synthetic")
-    return {
-        "model": str(options.model),
-        "workload": workload,
-        "config": config,
-        "plan": dataclasses.asdict(engine.plan),
-    }
+    return {"model": str(options.model), "config": config, "plan": dataclasses.asdict(engine.plan)}
 
 
 def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int, record: Record, console: Console) -> None:

@@ -9,7 +9,7 @@ import os
 import readline
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
@@ -26,7 +26,7 @@ from longctx.serving.validation import check_text
 PAGE_SIZE = 64
 _SHORT_TURN = 64  # rows of a step for a message of a sentence or two
 HELP = """\
-/file PATH  read a text file into the context; the next message may ask about it
+/file PATH  put a text file before the next message, which may ask about it
 /new        begin a new conversation
 /help       this list
 /exit       leave, as Ctrl-D does
@@ -89,9 +89,6 @@ def _config(options: argparse.Namespace, loader: EngineLoader) -> EngineConfig:
 
 class LineReader:
     """Messages from standard input: by a line editor on a terminal, else each line is one.
-
-    Args:
-      history: file of earlier messages; None: none are kept.
 
     Attributes:
       is_terminal: whether a person waits.
@@ -206,18 +203,18 @@ class ChatLoop:
             self._console.note(f"({room:,} tokens of the context are left: /new begins a new conversation)")
         if prompt.is_rewritten:
             self._console.note("(the chat template changed earlier messages, which are read again from there)")
-        output = self._run(prompt, min(room, self._sampling.max_tokens), self._show)
-        is_full = output.finish_reason == "length" and room < self._sampling.max_tokens
+        output = self._run(prompt, min(room, self._sampling.max_tokens))
         print(flush=True)
         if output.finish_reason == "error":
             self._status = report_error(f"failed: {output.error}", FAILED)
         elif output.token_ids:
             self._conversation.accept(prompt, output)
+            is_full = room < self._sampling.max_tokens
             self._console.note(_figures(output, end="the context is full" if is_full else "cut off at --max-tokens"))
         else:
             self._console.note("(stopped before the answer began: the message is forgotten)")
 
-    def _run(self, prompt: Prompt, max_tokens: int, show: Callable[[str], object]) -> Output:
+    def _run(self, prompt: Prompt, max_tokens: int) -> Output:
         """Run a request to its end, or until the end of a step in which Ctrl-C was pressed."""
         sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens)
         request = Request(prompt.tokens, sampling, session_id=f"chat {self._number}")
@@ -229,7 +226,7 @@ class ChatLoop:
             for events in steps(self._engine, request_id, console):
                 for event in events:
                     output = event.output
-                    show(event.text)
+                    self._show(event.text)
                 if noted:
                     self._engine.cancel(request_id)  # which `steps` sees to its end
         interrupts.begin_anew()
@@ -252,37 +249,29 @@ class ChatLoop:
             raise ValueError(f"/file: {error}") from None
         most = self._engine.max_length
         text = read_text("/file", path, most * _MOST_BYTES_A_TOKEN)
-        prompt = self._conversation.attach(Document(path.name, text.rstrip()))
+        self._conversation.attach(Document(path.name, text.rstrip()))
+        count = len(self._conversation.ask("").tokens)
         room = most - min(_MOST_BYTES_A_TOKEN, most // 4)  # for a question and the beginning of an answer
-        if len(prompt.tokens) > room:
+        if count > room:
+            self._conversation.documents.pop()
             raise ValueError(
-                f"/file: with {path} the conversation would have {len(prompt.tokens):,} tokens, and the context of "
-                f"{most:,} leaves room for {room:,} before a question"
+                f"/file: with {path} the conversation would have {count:,} tokens, and the context of {most:,} leaves "
+                f"room for {room:,} before a question"
             )
-        output = self._run(prompt, 1, lambda text: None)  # the one token that is drawn is of no interest
-        if output.finish_reason == "error":
-            self._status = report_error(f"failed: {output.error}", FAILED)
-        elif not output.token_ids:
-            self._console.note(f"(stopped: {path.name} is not in the context)")
-        else:
-            self._conversation.accept(prompt)
-            self._console.note(_figures(output, f"{path.name} read: "))
+        self._console.note(f"({path.name} comes before the next message)")
 
 
-def _figures(output: Output, before: str = "", end: str = "") -> str:
+def _figures(output: Output, end: str) -> str:
     """Describe what an answer took, in a line; `end` says why one with the finish reason "length" was cut off."""
     metrics = output.metrics
     parts = [
         f"{metrics.cached_tokens:,} of {metrics.prompt_tokens:,} tokens from the cache",
         f"TTFT {metrics.ttft or 0:.2f} s",
+        f"{metrics.output_tokens:,} tokens at {decode_rate([output])}",
     ]
-    if not before:
-        parts.append(f"{metrics.output_tokens:,} tokens at {decode_rate([output])}")
-    if output.finish_reason == "cancelled":
-        parts.append("stopped")
-    if output.finish_reason == "length" and end:
-        parts.append(end)
-    return f"[{before}{', '.join(parts)}]"
+    if output.finish_reason in ("cancelled", "length"):
+        parts.append("stopped" if output.finish_reason == "cancelled" else end)
+    return f"[{', '.join(parts)}]"
 
 
 def _say(text: str) -> None:

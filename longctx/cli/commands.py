@@ -20,8 +20,7 @@ from longctx.cli.flag_sets import (
     TransferFlags,
     WorkloadFlags,
 )
-from longctx.cli.flags import Flags, parse_bytes
-from longctx.models.validation import FP8_KV
+from longctx.cli.flags import Flags
 from longctx.serving.config import AdmissionLimits, EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
@@ -34,7 +33,7 @@ CHANGES = ("policy", "chunking", "max_share", "num_pages", "token_budget", "max_
 
 _KEPT = "don't keep compiled programs for the next run (in the user's cache folder, or LONGCTX_CACHE)"
 _MODEL = Flags(ModelFlags, only=("model", "dtype", "compile_cache"), helps={"compile_cache": _KEPT})
-_KV_DTYPE = Flags(EngineConfig, only=("kv_dtype",), choices={"kv_dtype": (FP8_KV,)})
+_KV_DTYPE = Flags(EngineConfig, only=("kv_dtype",))
 _CHECKPOINT = (_MODEL, _KV_DTYPE)
 _SIZES = ("page_size", "num_pages", "max_running", "token_budget", "run_ahead", "buckets", "admission", "prefix_cache")
 _ENGINE = Flags(EngineConfig, "engine", _SIZES, helps={"prefix_cache": "share no pages between requests"})
@@ -78,13 +77,7 @@ _SERVE = (
     Flags(ServeFlags, "recording", ("record", "record_bytes")),
     Flags(ObserverSettings, "observers"),
     _ENGINE,
-    Flags(
-        TierConfig,
-        _TIERS,
-        prefix="kv_",
-        defaults={"host_bytes": None, "disk_bytes": None},
-        parse={"host_bytes": parse_bytes, "disk_bytes": parse_bytes},
-    ),
+    Flags(TierConfig, _TIERS, prefix="kv_", defaults={"host_bytes": None, "disk_bytes": None}),
     Flags(ServeFlags, _TIERS, ("kv_secret_file",)),
     Flags(TransferFlags, "prefill and decode apart (docs/kv_transfer.md); needs --kv-secret-file"),
     Flags(ClusterFlags, "many engines behind one address (docs/cluster.md)"),
@@ -102,7 +95,7 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
     "demo": (Flags(DemoFlags), _MODEL._replace(only=("compile_cache",))),
     "doctor": (Flags(DoctorFlags),),
     "generate": (
-        *(*_CHECKPOINT, Flags(GenerateFlags, exclusive=("prompt", "prompt_file")), Flags(SamplingParams, only=("n",))),
+        *(*_CHECKPOINT, Flags(GenerateFlags), Flags(SamplingParams, only=("n",))),
         *(Flags(EngineConfig, only=("max_running",)), _sampling(256), *_DEVICES, _PROCESSES),
     ),
     "group-secret": (),
@@ -139,7 +132,7 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
         _ENGINE,
         _DEVICES[0],
         _TOPOLOGY,
-        Flags(SimulateFlags, "devices", ("plan", "instances", "baseline", "cluster")),
+        Flags(SimulateFlags, "devices", ("instances", "baseline", "cluster")),
         *_SCHEDULING,
         Flags(SimulateFlags, "results", ("capacity", "sweep", "jobs")),
         Flags(ResultFlags, "results"),

@@ -26,9 +26,6 @@ def enable(is_wanted: bool) -> None:
 
     JAX stays with a folder of its own, if it has one already. A folder in which nothing can be written, or a broken
     file, costs a compilation and nothing else.
-
-    Raises:
-      ValueError: LONGCTX_CACHE is no folder and can't be made one.
     """
     config: Any = jax.config
     if not is_wanted or config.jax_compilation_cache_dir is not None:

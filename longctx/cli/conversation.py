@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from longctx.models import Tokenizer
@@ -14,7 +14,7 @@ from longctx.serving import Output
 
 
 class Document(NamedTuple):
-    """A text of a file, which a question comes with."""
+    """A text of a file, which comes before a question."""
 
     name: str
     text: str
@@ -22,10 +22,10 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of the user, and its answer. `question` is None while only documents are there."""
+    """A message of the user, the files before it, and its answer."""
 
-    documents: tuple[Document, ...] = ()
-    question: str | None = None
+    documents: tuple[Document, ...]
+    question: str
     answer: str | None = None
 
 
@@ -49,11 +49,6 @@ class Conversation:
     A prompt is the tokens so far (the last prompt, and the answer as the model gave it) and those of what is new,
     whenever the template's text goes on like theirs. Otherwise it is the tokens of that text alone, of which an engine
     computes those after the first difference.
-
-    Args:
-      tokenizer: of the model.
-      eos_ids: tokens that end an answer.
-      system: the system message, if there is one.
     """
 
     tokenizer: Tokenizer
@@ -74,40 +69,33 @@ class Conversation:
         return () if self.has_template else PLAIN_STOP
 
     def ask(self, question: str) -> Prompt:
-        """The prompt for a question; `accept` what came of it.
-
-        Raises:
-          ValueError: the question has a control token, or an answer that has to be read again; or the chat template
-            refuses the messages.
-        """
+        """The prompt for a question; `accept` what came of it."""
         turn = Turn(tuple(self.documents), question)
-        for text in (question, self._content(turn)):
-            self._check("the message", text)
-        return self._prompt(self._render([*self.turns, turn]), turn)
+        self._check("the message", question)
+        text = self._render([*self.turns, turn])
+        whole = self._encode(text, is_start=True)
+        if whole[: len(self.tokens)] == self.tokens:
+            return Prompt(text, whole, turn)
+        goes_on = text.startswith(self._text)
+        if goes_on:
+            # The model may write a text in other tokens than the tokenizer would. Its own stay, if what comes after
+            # them is the same either way: not where a token would begin in the one and end in the other.
+            new = self._encode(text[len(self._text) :], is_start=False)
+            if new and whole[-len(new) :] == new:
+                return Prompt(text, [*self.tokens, *new], turn)
+        self._check_answers()
+        return Prompt(text, whole, turn, is_rewritten=not goes_on)
 
-    def attach(self, document: Document) -> Prompt:
-        """The prompt up to the end of a document, to be computed before the question is there; then `accept` it.
+    def attach(self, document: Document) -> None:
+        """Put a document before the next question; ValueError: it has a control token."""
+        self._check(document.name, f"{document.name}\n{document.text}")
+        self.documents.append(document)
 
-        Raises:
-          ValueError: as from `ask`, or the chat template changes the document.
-        """
-        turn = Turn((*self.documents, document))
-        self._check(document.name, self._content(turn))
-        text, last = self._render([*self.turns, turn]), self._content(turn)
-        end = text.rfind(last)
-        if end < 0:
-            raise ValueError(f"{document.name}: the chat template changes the text of the file")
-        return self._prompt(text[: end + len(last)], turn)
-
-    def accept(self, prompt: Prompt, output: Output | None = None) -> None:
-        """Take a prompt that was computed, and the answer to it, if it asked for one."""
-        self._text, self.tokens = prompt.text, prompt.tokens
-        if output is None:
-            self.documents = list(prompt.turn.documents)
-            return
+    def accept(self, prompt: Prompt, output: Output) -> None:
+        """Take a prompt that was computed, and the answer to it."""
         tokens, text = self._answer(output)
-        self._text, self.tokens = self._text + text, [*self.tokens, *tokens]
-        self.turns.append(Turn(prompt.turn.documents, prompt.turn.question, output.text))
+        self._text, self.tokens = prompt.text + text, [*prompt.tokens, *tokens]
+        self.turns.append(replace(prompt.turn, answer=output.text))
         self.documents = []
 
     def clear(self) -> None:
@@ -124,23 +112,6 @@ class Conversation:
             tokens.pop()
             text = self.tokenizer.decode(tokens)
         return tokens, text
-
-    def _prompt(self, text: str, turn: Turn) -> Prompt:
-        """Find the tokens of a text, which begin with those so far if it goes on like theirs."""
-        whole = self._encode(text, is_start=True)
-        if whole[: len(self.tokens)] == self.tokens:
-            return Prompt(text, whole, turn)
-        if not text.startswith(self._text):
-            self._check_answers()
-            return Prompt(text, whole, turn, is_rewritten=True)
-        # The model may write a text in other tokens than the tokenizer would. Its own stay, if what comes after them is
-        # the same either way: not where a token would begin in the one and end in the other.
-        new = self._encode(text[len(self._text) :], is_start=False)
-        ends_alike = bool(new) and whole[-len(new) :] == new
-        if ends_alike:
-            return Prompt(text, [*self.tokens, *new], turn)
-        self._check_answers()
-        return Prompt(text, whole, turn)
 
     def _control_token(self, text: str) -> str | None:
         return self.tokenizer.control_token(text) if isinstance(self.tokenizer, HFTokenizer) else None
@@ -173,20 +144,17 @@ class Conversation:
             messages.append({"role": "user", "content": self._content(turn)})
             if turn.answer is not None:
                 messages.append({"role": "assistant", "content": turn.answer})
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=turns[-1].question is not None)
+        return self.tokenizer.apply_chat_template(messages)
 
     def _render_plainly(self, turns: Sequence[Turn]) -> str:
         text = self.system or ""
         for turn in turns:
             if turn.documents:
-                text += ("\n" if text else "") + self._content(turn)
-            if turn.question is not None:
-                text += f"\nQ: {turn.question}\nA: {turn.answer or ''}"
+                text += ("\n" if text else "") + "\n\n".join(document.text for document in turn.documents)
+            text += f"\nQ: {turn.question}\nA: {turn.answer or ''}"
         return text
 
     def _content(self, turn: Turn) -> str:
-        """A user's message to the template; its documents alone without one."""
-        if not self.has_template:
-            return "\n\n".join(document.text for document in turn.documents)
+        """A user's message to the template."""
         parts = [f"File {document.name}:\n\n{document.text}" for document in turn.documents]
-        return "\n\n".join(parts if turn.question is None else [*parts, turn.question])
+        return "\n\n".join([*parts, turn.question])

@@ -5,45 +5,42 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import longctx
 from longctx import extras
 from longctx.cli.files import CACHE_VARIABLE, cache_root
 from longctx.cli.terminal import FAILED, Console
 
-SECONDS = 180.0
-"""Within which JAX has to answer; eight GPUs take some 20."""
 _MAX_CHARACTERS = 300  # of what others say
 _REPORT_IT = "report it, with --json"
-_SHOW = "see all of it by python -c 'import jax; print(jax.devices())', and install jax and its plugin anew"
-_XLA_FLAGS = "correct XLA_FLAGS, or unset it; this version of jaxlib may lack a flag that another has"
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from longctx.cli.doctor_probe import main; main()"
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[\w,.-]*\])?\s*(>=\s*(?P<least>[\d.]+))?\s*(;\s*(?P<marker>.*))?")
 # Of NVIDIA's packages, those that decide what runs.
 _CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn", "nvidia-nccl")
 _LEAST_DISK = 1 << 30
+_TOKENS = 131_072  # of the prompt that an exchange is chosen for
+_HEADS, _KV_HEADS, _HEAD_SIZE = 32, 8, 128  # those of Llama-3 8B
+_PAGE_SIZE = 64
+_CHECK = "check JAX_PLATFORMS, the driver (nvidia-smi) and that jax, jaxlib and the plugin have one version"
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; the exit status is 1 if there is a problem."""
     if options.model is not None:
         return _check_checkpoint(options)
-    report = Report()
+    report, console = Report(), Console(options.quiet)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others may use the GPUs
     examine(report)
-    ask_jax(report, Console(options.quiet))
+    console.note("asking JAX for its devices")
+    ask_jax(report)
     report.look("extras", examine_extras)  # last of what is found, as it is long
-    _print(json.dumps(report.to_dict(), indent=2) if options.json else report.to_text())
+    _print(json.dumps(asdict(report), indent=2) if options.json else report.to_text())
     return FAILED if report.problems else 0
 
 
@@ -67,7 +64,8 @@ def _print(text: str) -> None:
     print(text.encode("utf-8", "backslashreplace").decode())  # names of files may hold anything
 
 
-class Finding(NamedTuple):
+@dataclass
+class Finding:
     """A problem or a hint, and what to do about it."""
 
     text: str
@@ -108,23 +106,10 @@ class Report:
             said = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
             self.problem(f"{what} can't be found out: {said}", remedy)
 
-    def look(self, what: str, find: "Callable[[Report], None]") -> None:
+    def look(self, what: str, find: "Callable[[Report], object]") -> None:
         """Let a function add what it finds."""
         with self.asking(what):
             find(self)
-
-    def add(self, other: Mapping[str, Any]) -> None:
-        """Add what another process has found, as from `to_dict`."""
-        for section, values in other["sections"].items():
-            for name, value in values.items():
-                self.note(section, name, value)
-        self.problems += [Finding(**each) for each in other["problems"]]
-        self.hints += [Finding(**each) for each in other["hints"]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        found = {"problems": self.problems, "hints": self.hints}
-        return {"sections": self.sections} | {name: [each._asdict() for each in found[name]] for name in found}
 
     def to_text(self) -> str:
         """Return a line for each value, and for each problem and hint."""
@@ -152,29 +137,6 @@ def shown(path: str | Path) -> str:
     return text if text.isprintable() else json.dumps(text)
 
 
-def ask_jax(report: Report, console: Console, seconds: float = SECONDS) -> None:
-    """Add devices, links and choices to a report, or the problem that prevents it.
-
-    JAX is asked in a process of its own: a broken plugin may end a process, or never answer.
-    """
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # others may use the GPUs
-    program = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
-    console.note("asking JAX for its devices")
-    try:
-        done = subprocess.run(program, capture_output=True, env=environment, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        report.problem(f"JAX does not answer within {seconds:g} s", "end other programs on the GPUs, check the driver")
-        return
-    try:
-        report.add(json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, KeyError, TypeError, ValueError):
-        status = done.returncode
-        how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        last = first_line("\n".join(reversed(done.stderr.decode("utf-8", "replace").splitlines())))
-        remedy = _XLA_FLAGS if "XLA_FLAGS" in last and os.environ.get("XLA_FLAGS") else _SHOW
-        report.problem(": ".join(filter(None, ("JAX can't be loaded", how, last))), remedy)
-
-
 def examine(report: Report) -> None:
     """Add what can be found without JAX: versions, the driver, the cache of compiled programs, disks."""
     report.note("versions", "longctx", f"{longctx.__version__}, in {shown(Path(longctx.__file__).parent)}")
@@ -199,36 +161,9 @@ def examine_extras(report: Report) -> None:
 
 
 def _versions(report: Report) -> None:
-    installed = {_normal(each.metadata["Name"] or ""): each.version for each in importlib.metadata.distributions()}
-    for name in ("jax", "jaxlib", *sorted(name for name in installed if name.startswith(_CUDA))):
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    for name in ("jax", "jaxlib", *sorted(name for name in installed if name and name.startswith(_CUDA))):
         report.note("versions", name, installed.get(name, "not installed"))
-    try:
-        required = importlib.metadata.requires(extras.DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        report.hint("longctx runs from a folder that is not installed", "pip install . in it, if packages are missing")
-        return
-    for match in filter(None, (_REQUIREMENT.fullmatch(line.strip()) for line in required)):
-        extra = re.search(r"extra == ['\"](\w+)['\"]", match["marker"] or "")
-        version = installed.get(_normal(match["name"]))
-        if version is None and match["marker"] is None:
-            report.problem(f"{match['name']} is not installed", f"pip install '{match['name']}>={match['least']}'")
-        elif version is not None and match["least"] and _numbers(version) < _numbers(match["least"]):
-            text = f"{match['name']} {version} is older than {match['least']}"
-            if extra is None:
-                report.problem(text, f"pip install --upgrade '{match['name']}>={match['least']}'")
-            elif extra[1] in extras.EXTRAS and extras.is_installed(extra[1]):
-                report.hint(f"{text}, which extra {extra[1]} needs", f"pip install --upgrade '{match['name']}'")
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _numbers(version: str) -> list[int]:
-    """Return the first four numbers of a version, with zeros for those that are left out."""
-    release = re.match(r"[\d.]*", version)
-    assert release is not None
-    return [*map(int, re.findall(r"\d+", release[0])), 0, 0, 0, 0][:4]
 
 
 def _driver(report: Report) -> None:
@@ -263,26 +198,20 @@ def _compile_cache(report: Report) -> None:
     try:
         programs = cache_root() / "programs"
     except RuntimeError as error:
-        report.note("compile cache", "folder", "none")
         report.hint(f"the user has no folder for caches: {error}", f"name one by {CACHE_VARIABLE}")
         return
     root = shown(programs.parent)
     report.note("compile cache", "folder", f"{root}, {f'by {CACHE_VARIABLE}' if named else 'the default'}")
     try:
-        folder = programs
-        while not folder.exists():
-            folder = folder.parent
+        folder = next(each for each in (programs, *programs.parents) if each.exists())
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = error.strerror or str(error)
-        report.note("compile cache", "usable", f"no: {reason}")
-        text = f"compiled programs can't be kept in {root}: {reason}"
+        text = f"compiled programs can't be kept in {root}: {error.strerror}"
         if named:  # commands refuse it
             report.problem(text, f"unset {CACHE_VARIABLE}, or name a folder that can be written to")
         else:
             report.hint(text, f"name another folder by {CACHE_VARIABLE}; commands compile anew each time")
         return
-    report.note("compile cache", "usable", "yes")
     sizes = [path.stat().st_size for path in programs.rglob("*-cache") if path.is_file()]
     report.note("compile cache", "size", f"{sum(sizes) / 2**20:,.1f} MiB, {len(sizes):,} programs")
     _disk(report, "compiled programs", folder)
@@ -293,3 +222,115 @@ def _disk(report: Report, name: str, folder: Path) -> None:
     report.note("memory", f"disk of {name}", f"{free / 2**30:,.1f} GiB free in {shown(folder)}")
     if free < _LEAST_DISK:
         report.hint(f"the disk of {name} has less than 1 GiB free", f"make room in {shown(folder)}")
+
+
+def ask_jax(report: Report) -> None:
+    """Add what JAX has here, and what longctx would pick and why, or the problem that prevents it."""
+    with report.asking("JAX", "pip install --force-reinstall jax jaxlib"):
+        import jax
+
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        devices: list[Any] = []
+        with report.asking(f"the devices of JAX_PLATFORMS={platforms}" if platforms else "JAX's devices", _CHECK):
+            devices += jax.devices()
+        if not devices:
+            return
+        for what, look in (
+            ("the devices' kinds", _describe),
+            ("the ptxas that assembles kernels", _ptxas),
+            ("the host's memory", _memory),
+            ("the links between devices", _links),
+            ("what would be picked", _choices),
+            ("XLA's flags", _xla_flags),
+        ):
+            with report.asking(what):
+                look(report, devices)
+
+
+def _describe(report: Report, devices: list[Any]) -> None:
+    import jax
+
+    platform = devices[0].client.platform_version
+    report.note("versions", "platform", first_line(str(platform)) or "unknown")
+    report.note("devices", "backend", jax.default_backend())
+    for kind in sorted({device.device_kind for device in devices}):
+        same = [device for device in devices if device.device_kind == kind]
+        report.note("devices", kind, f"{len(same)}{_memory_of(same)}")
+    if jax.process_count() > 1:
+        report.note("devices", "processes", jax.process_count())
+
+
+def _ptxas(report: Report, devices: list[Any]) -> None:
+    from longctx.kernels.mosaic_gpu.ptxas import ptxas_in_use
+
+    report.note("versions", "ptxas", ptxas_in_use())
+
+
+def _memory_of(devices: list[Any]) -> str:
+    """The memory that JAX may take of the smallest of some devices, if it is known."""
+    statistics = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    limits = [each["bytes_limit"] for each in statistics if each and "bytes_limit" in each]
+    return f", {min(limits) / 2**30:,.1f} GiB each for JAX" if limits else ""
+
+
+def _memory(report: Report, devices: list[Any]) -> None:
+    import jax
+
+    from longctx.serving.engine.memory import available_bytes, in_units
+
+    available = available_bytes(jax.local_devices(backend="cpu")[0])
+    if available is not None:
+        report.note("memory", "host", f"{in_units(available)} available")
+
+
+def _links(report: Report, devices: list[Any]) -> None:
+    from longctx.parallel import find_topology, make_mesh
+
+    topology = find_topology(make_mesh(context=len(devices)) if len(devices) > 1 else None)
+    report.note("links", "device", f"{topology.device.name}, as costs are predicted")
+    for axis, link in topology.links.items():
+        report.note("links", axis, f"{link.name}, {link.bandwidth / 1e9:,.0f} GB/s one way")
+
+
+def _choices(report: Report, devices: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from longctx.kernels import explain
+
+    for paged in (False, True):
+        name = "paged_attention" if paged else "attention"
+        lead = (16, _PAGE_SIZE) if paged else (1024,)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            q: Any = jax.ShapeDtypeStruct((1024, _HEADS, _HEAD_SIZE), dtype)
+            k: Any = jax.ShapeDtypeStruct((*lead, _KV_HEADS, _HEAD_SIZE), dtype)
+            found = explain(q, k, paged)
+            reasons = [f"{other} {why}" for other, why in found.refused.items() if other != "reference"]
+            report.note("picked", f"{name}, {jnp.dtype(dtype).name}", f"{found.taken}: {'; '.join(reasons)}")
+            if found.ptxas and found.taken != "mosaic_gpu" and dtype == jnp.bfloat16:
+                remedy = "docs/mosaic_gpu.md says which ptxas it takes"
+                report.hint(f"{name} does without the kernels for this GPU: {found.refused['mosaic_gpu']}", remedy)
+    _exchange(report, len(devices))
+
+
+def _exchange(report: Report, num_devices: int) -> None:
+    """Report what `choose_ring` answers for a long prompt, and for a token after it."""
+    if num_devices == 1:
+        report.note("picked", "exchange", "none: there is one device")
+        return
+    from longctx.parallel import choose_ring, find_topology, make_mesh
+    from longctx.parallel.cost import ModelShape
+
+    topology, model = find_topology(make_mesh(context=num_devices)), ModelShape(_HEADS, _KV_HEADS, _HEAD_SIZE)
+    for name, new, cached in (("exchange, prefill", _TOKENS, 0), ("exchange, decode", 1, _TOKENS)):
+        choice = choose_ring(new, cached, num_devices, model, topology)
+        times = ", ".join(f"{method} {1e6 * each.total:,.0f}" for method, each in choice.times.items())
+        report.note("picked", name, f"{choice.method} over {num_devices}; predicted us of a layer: {times}")
+
+
+def _xla_flags(report: Report, devices: list[Any]) -> None:
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    report.note("picked", "XLA_FLAGS", flags or "none")
+    if devices[0].platform in ("gpu", "cuda") and "xla_gpu_enable_command_buffer" not in flags:
+        remedy = "docs/command_buffers.md has the flags"
+        report.hint("no flags for CUDA graphs are set, as this version of jaxlib is not one that we know", remedy)

@@ -13,17 +13,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx.cli.files import read_text
-from longctx.cli.flags import flag, naming
-from longctx.cli.settings import ENGINE_FLAGS, given_topology, parallel_plan
+from longctx.cli.flags import refuse
+from longctx.cli.settings import given_topology, parallel_plan
 from longctx.cli.terminal import Console, interrupts
 from longctx.kernels import explain
 from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
-from longctx.parallel.topology import AXES
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
-from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
+from longctx.serving.engine.memory import default_pages, estimate, in_units
 from longctx.serving.executor.interface import Progress
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
@@ -41,10 +40,7 @@ _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "
 def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
     """Join the process group that the flags describe; without flags, a group of this process only."""
     if options.coordinator is None:
-        names = ("num_processes", "process_id", "group_secret_file")
-        given = [flag(name) for name in names if getattr(options, name) is not None]
-        if given:
-            raise ValueError(f"{' and '.join(given)} must come with --coordinator")
+        refuse(options, ("num_processes", "process_id", "group_secret_file"), "needs --coordinator")
         return ProcessGroup.alone()
     arguments = {name: getattr(options, name) for name in _PROCESSES}
     if options.ports is not None:
@@ -55,8 +51,7 @@ def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
     if options.group_secret_file is not None:
         arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file)
     interrupts.leave_to_python()  # the other processes are told
-    with naming((*_PROCESSES, "ports")):
-        return initialize(**arguments)
+    return initialize(**arguments)
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
@@ -64,8 +59,7 @@ def plan_mesh(plan: ParallelPlan) -> Mesh | None:
     if plan.num_devices == 1:
         return None
     make_cpu_devices(plan.num_devices)
-    with naming(AXES):
-        return make_mesh(plan.stage, plan.context, plan.tensor)
+    return make_mesh(plan.stage, plan.context, plan.tensor)
 
 
 def make_cpu_devices(count: int) -> None:
@@ -89,28 +83,19 @@ def check_memory(
     """Check, before weights are loaded, that an engine fits into memory, and print the estimate.
 
     The result is the number of pages on each context rank.
-
-    Args:
-      mesh: as the checkpoint will be loaded; None: one device.
-      least_pages: pages of the longest request.
-
-    Raises:
-      ValueError: it doesn't fit, or the plan doesn't suit model and devices.
     """
-    with naming({"plan's stage": "--stage", "plan's tensor": "--tensor"} | {axis: flag(axis) for axis in AXES}):
-        plan.check(model.config, jax.device_count())
+    plan.check(model.config, jax.device_count())
     mesh = mesh or make_mesh()
     device, max_length = mesh.local_devices[0], config.longest_sequence(model.config.max_positions)
-    with naming(ENGINE_FLAGS):
-        num_pages = config.num_pages
-        if num_pages is None:
-            estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
-            num_pages = default_pages(model, config, mesh, dtype, max_length, param_bytes(model, mesh, dtype))
-        if num_pages * plan.context < least_pages:
-            got = num_pages * plan.context
-            raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
-        needed = estimate(model, config, mesh, dtype, num_pages, max_length)
-        available = needed.check(device, lower)
+    num_pages = config.num_pages
+    if num_pages is None:
+        estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
+        num_pages = default_pages(model, config, mesh, dtype, max_length)
+    if num_pages * plan.context < least_pages:
+        got = num_pages * plan.context
+        raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
+    needed = estimate(model, config, mesh, dtype, num_pages, max_length)
+    available = needed.check(device, lower)
     there = "" if available is None else f" of {in_units(available)}"
     about = "" if config.num_pages or device.platform == "cpu" else " by estimation"
     console.note(f"memory   {in_units(needed.total)}{there}{about}: {needed}")
@@ -130,11 +115,6 @@ def describe_kernels(model: Llama, config: EngineConfig, dtype: np.dtype[Any]) -
 
 class EngineLoader:
     """Model that a command's flags name, and what its engine is made of; no weights are read before `load`.
-
-    Args:
-      options: of the command.
-      group: processes that run the engine together; the first one prints.
-      model: instead of `options.model`.
 
     Attributes:
       console: of this process.
@@ -174,28 +154,18 @@ class EngineLoader:
         return check_memory(self.console, self.model, config, self.plan, self.mesh, self.dtype, lower, least_pages)
 
     def load(self, config: EngineConfig, **more: Any) -> Engine:
-        """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels.
-
-        Args:
-          config: of the engine.
-          **more: further arguments of `Engine`.
-        """
+        """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels."""
         model, params = load_checkpoint(self.path, self.mesh, self.dtype)
         self.console.note(describe_kernels(model, config, self.dtype))
         self.subject, predictor = subject(model, params, config, self.plan), None
         if getattr(self._options, "profile", None) is not None:
             predictor = load_profile(self._options.profile, self.subject)
         more |= {"predictor": predictor, "plan": self.plan, "topology": given_topology(self._options)}
-        with naming(ENGINE_FLAGS):
-            return Engine(model, params, config, self.mesh, process_group=self._group, **more)
+        return Engine(model, params, config, self.mesh, process_group=self._group, **more)
 
 
 def show_compiling(compile_steps: Callable[[Progress], None], console: Console, engine: Engine | None = None) -> float:
-    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took.
-
-    Args:
-      engine: of which is printed, after it, where the memory of accelerators goes.
-    """
+    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took."""
     start = time.perf_counter()
     if not console.has_bars:  # in a log, minutes of silence look like a hang
         console.note("compiling")

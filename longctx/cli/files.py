@@ -2,23 +2,14 @@
 
 import io
 import os
+import tempfile
 from pathlib import Path
 
 from longctx.serving.validation import check_text
 
 
 def read_text(flag: str, path: Path, max_bytes: int | None = None) -> str:
-    """Read a UTF-8 text; line ends become newlines.
-
-    Args:
-      flag: or command that names the file.
-      path: of the file.
-      max_bytes: where a message names the file: it is a regular one of at most these. None: it may be a pipe.
-
-    Raises:
-      ValueError: it can't be read, is too large or binary, is not UTF-8, or has nothing but white space; the message
-        has the flag and the file.
-    """
+    """Read a UTF-8 text, of a regular file where `max_bytes` limits it; ValueError names the flag, or a command."""
     try:
         check_input(flag, path)
         if max_bytes is not None and not path.is_file():  # a pipe or a device may never end
@@ -58,11 +49,7 @@ def check_input(flag: str, path: Path) -> None:
 
 
 def check_output(flag: str, path: Path) -> None:
-    """Check that results can be written to a file later. It is opened for that; one that is new is removed again.
-
-    Raises:
-      ValueError: they can't; the message has the flag and the file.
-    """
+    """Check that results can be written to a file later. It is opened for that; one that is new is removed again."""
     if path.is_dir():
         raise ValueError(f"{flag} must be a file, and {path} is a directory")
     if not path.parent.is_dir():
@@ -76,6 +63,27 @@ def check_output(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {path} can't be written: {error.strerror}") from None
     if is_new:
         path.unlink(missing_ok=True)
+
+
+def check_folder(flag: str, path: Path, mode: int = 0o777) -> None:
+    """Check that a path is a folder that can be written to, which is made if it is not there; ValueError if not."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag} must be a folder, and {path} is a file")
+    try:
+        path.mkdir(mode, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"{flag}: no folder can be made or written to at {path}: {error.strerror}") from None
+
+
+def check_drawing(flag: str, path: Path) -> None:
+    """Check that a drawing can be made and its format is known; ValueError, with the flag, if not."""
+    from longctx.simulation.reports.plots import check_can_plot  # not needed for `--help`
+
+    try:
+        check_can_plot(path)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
 
 
 CACHE_VARIABLE = "LONGCTX_CACHE"

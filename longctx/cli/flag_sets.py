@@ -1,9 +1,11 @@
 """Flags that belong to no settings of the library: of models, processes, workloads, results, and of single commands."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from longctx.cli.files import check_drawing, check_folder, check_input, check_output
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
@@ -13,6 +15,18 @@ from longctx.serving.validation import AboveZero, Count, Positive, Range
 Dtype = Literal["float32", "bfloat16", "float16"]
 _AtLeastZero = Annotated[float, Range(0)]
 _AtLeastTwo = Annotated[int, Range(2)]
+_Input = Annotated[Path, check_input]
+_Output = Annotated[Path, check_output]
+_Folder = Annotated[Path, check_folder]
+_PrivateFolder = Annotated[Path, partial(check_folder, mode=0o700)]
+_Drawing = Annotated[Path, check_output, check_drawing]
+
+
+def _check_rate(flag: str, value: float) -> None:
+    if not value >= 1e-6:  # infinite: all at once
+        raise ValueError(f"{flag} must be at least 1e-06, got {value}")
+
+
 flag_set = dataclass(init=False, repr=False, eq=False)
 """A dataclass that declares flags alone: it has no instances, as their values stay among the options."""
 
@@ -36,7 +50,7 @@ class ModelFlags:
     compile_cache: bool = True
     preset: Literal["medha", "sarathi", "meta"] | None = None
     topology: str | None = None
-    profile: Path | None = None
+    profile: _Input | None = None
 
 
 @flag_set
@@ -79,14 +93,14 @@ class WorkloadFlags:
       seed: of random lengths, arrivals and tokens.
     """
 
-    workload: Path | None = None
+    workload: _Input | None = None
     limit: Positive | None = None
     scale_lengths: AboveZero | None = None
     requests: Annotated[int, Range(1, 1_000_000)] | None = None
     prompt_tokens: str | None = None
     output_tokens: str | None = None
     shared_prefix: Annotated[int, Range(0, MAX_INT32)] | None = None
-    rate: float | None = None
+    rate: Annotated[float, _check_rate] | None = None
     max_length: _AtLeastTwo | None = None
     seed: Count = 0
 
@@ -102,10 +116,10 @@ class ResultFlags:
       out: folder of report.html, its drawing as SVG and PNG, requests as CSV.
     """
 
-    json: Path | None = None
-    plot: Path | None = None
-    trace: Path | None = None
-    out: Path | None = None
+    json: _Output | None = None
+    plot: _Drawing | None = None
+    trace: _Output | None = None
+    out: _Folder | None = None
 
 
 @flag_set
@@ -183,7 +197,7 @@ class ProfileFlags:
       check: random batches to evaluate the predictor on.
     """
 
-    out: Path
+    out: _Output
     max_context: Positive | None = None
     repeats: Positive = 5
     check: Count = 20
@@ -214,7 +228,6 @@ class SimulateFlags:
       users: users who wait for an answer before they go on.
       jitter: let requests come up to X seconds later, at random.
       window: end after X seconds; requests that have not ended are open then.
-      plan: sizes as of --stage, --context and others: stage=2,tensor=8.
       instances: engines, each on devices of its own.
       baseline: a system on as many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm or
         striped.
@@ -229,7 +242,6 @@ class SimulateFlags:
     users: Positive | None = None
     jitter: _AtLeastZero | None = None
     window: AboveZero | None = None
-    plan: str | None = None
     instances: Positive = 1
     baseline: str | None = None
     cluster: Path | None = None
@@ -277,7 +289,7 @@ class ReplayFlags:
     """
 
     log: Path
-    json: Path | None = None
+    json: _Output | None = None
     explain: str | None = None
     slo: str | None = None
 
@@ -311,7 +323,7 @@ class ServeFlags:
     admin_key_file: Path | None = None
     served_model_name: tuple[str, ...] = ()
     chat_template: Path | None = None
-    record: Path | None = None
+    record: _PrivateFolder | None = None
     record_bytes: int = 2**30
     kv_secret_file: Path | None = None
 

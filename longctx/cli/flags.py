@@ -70,10 +70,8 @@ class Flags(NamedTuple):
       only: the fields that have flags; none: all, but those `without`.
       prefix: of all flags and of their names among the options.
       names: flags with other names, by field. aliases: further ones.
-      defaults, choices, helps: instead of those that the dataclass has, by field.
-      parse: what makes a field's value from the flag's name and text, by field.
+      defaults, helps: instead of those that the dataclass has, by field.
       positional: fields without a flag, which come by their place, and the words that stand for them in the help.
-      exclusive: fields of which exactly one must be given.
       are_changes: whether every default is None, as the flags replace recorded settings.
     """
 
@@ -85,11 +83,8 @@ class Flags(NamedTuple):
     names: Mapping[str, str] = {}
     aliases: Mapping[str, Collection[str]] = {}
     defaults: Mapping[str, Any] = {}
-    choices: Mapping[str, Collection[str]] = {}
     helps: Mapping[str, str] = {}
-    parse: Mapping[str, Callable[[str, Any], Any]] = {}
     positional: Mapping[str, str] = {}
-    exclusive: Collection[str] = ()
     are_changes: bool = False
 
 
@@ -114,11 +109,9 @@ def add_flags(parser: argparse.ArgumentParser, groups: Iterable[Flags]) -> None:
         section = sections.get(group.title)
         if section is None:
             section = sections[group.title] = parser.add_argument_group(group.title)
-        one_of = section.add_mutually_exclusive_group(required=True) if group.exclusive else section
         for field in dataclasses.fields(group.settings):
             if field.name in (group.only or {field.name}) and field.name not in group.without:
-                place = one_of if field.name in group.exclusive else section
-                fields.setdefault(group.settings, {})[field.name] = _add_flag(place, group, field)
+                fields.setdefault(group.settings, {})[field.name] = _add_flag(section, group, field)
     parser.set_defaults(fields=fields)
 
 
@@ -132,27 +125,35 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
         default = None
     is_off, repeats = kind.kind is bool and default is True, _repeats(kind)
     name = flag(group.names.get(field.name, f"no_{dest}" if is_off else dest.removesuffix("s") if repeats else dest))
-    parse = group.parse.get(field.name, _PARSERS.get(kind.kind))
+    is_size = kind.kind is int and field.name.endswith("_bytes")
+    parse = parse_bytes if is_size else _PARSERS.get(kind.kind)
     more: dict[str, Any] = {"help": _help(group, field.name, kind, default)}
     if kind.kind is bool:
         more |= {"action": "store_false" if is_off else "store_true"}
     else:
         word = _METAVARS.get(kind.kind, name.rpartition("-")[2].upper())
-        more |= {"default": default, "metavar": "SIZE" if parse is parse_bytes else word}
-        choices = group.choices.get(field.name, kind.choices)
-        if choices:
-            more |= {"choices": list(choices), "metavar": None}
+        more |= {"default": default, "metavar": "SIZE" if is_size else word}
+        if kind.choices:
+            more |= {"choices": list(kind.choices), "metavar": None}
         if kind.kind in (int, float, Path) and parse is None:
             more["type"] = kind.kind
         if repeats:
-            more |= {"action": "append", "default": []}
+            more |= {"action": _Repeat, "default": []}
     if field.name in group.positional:
         section.add_argument(dest, **more | {"metavar": group.positional[field.name]})
         return Parsed(dest, group.positional[field.name], None)
-    if is_required and field.name not in group.exclusive:
+    if is_required:
         more["required"] = True
     section.add_argument(name, *group.aliases.get(field.name, ()), dest=dest, **more)
     return Parsed(dest, name, parse)
+
+
+class _Repeat(argparse.Action):
+    """Append to the values of a flag; those that are its default, as a file has them, are replaced."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [value] if before is self.default else [*before, value])
 
 
 def _repeats(kind: FieldType) -> bool:
@@ -184,16 +185,7 @@ def _entries(settings: type) -> dict[str, str]:
 
 
 def read(settings: type[_Settings], options: argparse.Namespace, **more: Any) -> _Settings:
-    """Make settings from the flags of a command.
-
-    Args:
-      settings: a dataclass, of which the command has flags.
-      options: as parsed.
-      **more: further fields, which win.
-
-    Raises:
-      TypeError, ValueError: a value is out of range; the message names the flag.
-    """
+    """Make settings from the flags of a command."""
     parsed: dict[str, Parsed] = options.fields[settings]
     values = {name: _value(getattr(options, each.name), each) for name, each in parsed.items() if name not in more}
     with naming({name: each.flag for name, each in parsed.items()}):
@@ -216,15 +208,35 @@ def check_options(options: argparse.Namespace) -> None:
                     field_types(settings)[name].check(each.flag, value)
 
 
+def flags_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the flags of a command by the fields of settings that they are of."""
+    return {name: each.flag for parsed in options.fields.values() for name, each in parsed.items()}
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse flags, by their names among the options, that are given; ValueError names the flag before `why`."""
+    flags = {each.name: each.flag for parsed in options.fields.values() for each in parsed.values()}
+    for name in names:
+        if getattr(options, name) not in (None, []):
+            raise ValueError(f"{flags[name]} {why}")
+
+
 @contextmanager
-def naming(flags: Mapping[str, str] | Iterable[str]) -> Iterator[None]:
-    """Replace names of arguments by flags in error messages: those of the same names, or those of a mapping."""
-    names = flags if isinstance(flags, Mapping) else {name: flag(name) for name in flags}
+def naming(flags: Mapping[str, str]) -> Iterator[None]:
+    """Replace names of arguments by flags in error messages, which name an argument before they say what it must be."""
+    names = "|".join(sorted(flags, key=len, reverse=True)) or "(?!)"
+    found = re.compile(rf"(?<![-\w/'\"])(?<!the )(?:plan's )?({names})\b")
+    says = re.compile(r"=|(?:'s| \*| =)? (?:must|contradicts?|has|needs?|\d|(?:and )?\w+ (?:must|\*))")
+
+    def named(match: re.Match[str]) -> str:
+        is_name = "_" in match[1] or says.match(match.string, match.end())
+        return flags[match[1]] if is_name else match[0]
+
     try:
         yield
     except (ValueError, TimeoutError) as error:
-        pattern = rf"(?<!-)\b({'|'.join(names)})\b"
-        raise type(error)(re.sub(pattern, lambda found: names[found[0]], str(error))) from None
+        text, kind = str(error), TimeoutError if isinstance(error, TimeoutError) else ValueError
+        raise kind(text if "] " in text else found.sub(named, text)) from None  # ]: a table of a file
 
 
 @contextmanager

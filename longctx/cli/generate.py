@@ -1,14 +1,13 @@
 """`longctx generate`: continue a prompt with a Hugging Face checkpoint."""
 
 import argparse
-import sys
 
 from longctx.cli.engine import LOWER, EngineLoader, decode_rate, initialize_processes, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
 from longctx.cli.terminal import FAILED, report_error
 from longctx.models import Llama, load_tokenizer
-from longctx.serving import EngineConfig, Event, Output, Request, SamplingParams
+from longctx.serving import EngineConfig, Output, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 
 PAGE_SIZE = 64
@@ -23,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     sampling = read(SamplingParams, options)
     if sampling.n > options.max_running:
         raise ValueError(f"--n must be at most --max-running={options.max_running}, got {sampling.n}")
+    if (options.prompt is None) == (options.prompt_file is None):
+        raise ValueError("--prompt or --prompt-file must be given, and not both")
     if options.prompt is None:
         text = read_text("--prompt-file", options.prompt_file)
     else:
@@ -48,22 +49,27 @@ def _generate(options: argparse.Namespace, text: str, sampling: SamplingParams, 
     compiling = show_compiling(engine.compile, loader.console, engine)
 
     request_id = engine.submit(Request(tokens, sampling))
-    printer = _Printer(sampling.n)
+    outputs: list[Output] = []
     for events in steps(engine, request_id, loader.console):
-        for event in events:
-            printer.show(event)
-
-    failed = [output for output in printer.outputs if output.finish_reason == "error"]
+        outputs += [event.output for event in events if event.output is not None]
+        if sampling.n == 1:  # the texts of several completions would mix
+            print(*(event.text for event in events), sep="", end="", flush=True)
+    outputs.sort(key=lambda output: output.index)
+    if sampling.n > 1:
+        parts = [output.text if output.index == 0 else f"--- {output.index + 1}\n{output.text}" for output in outputs]
+        print(*parts, sep="\n", end="")
+    print(flush=True)
+    failed = [output for output in outputs if output.finish_reason == "error"]
     if failed:
         causes = ", ".join(sorted({str(output.error) for output in failed}))
         return report_error(f"failed: {len(failed)} of {sampling.n} completions: {causes}", FAILED)
-    ttft = printer.outputs[0].metrics.ttft
+    ttft = outputs[0].metrics.ttft
     assert ttft is not None
     loader.console.note(
         f"\nprompt   {len(tokens):,} tokens\n"
         f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
         f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"
-        f"decode   {decode_rate(printer.outputs)}"
+        f"decode   {decode_rate(outputs)}"
     )
     return 0
 
@@ -92,27 +98,3 @@ def _config(
         max_logprobs=0,
         kv_dtype=kv_dtype,
     )
-
-
-class _Printer:
-    """Prints text as it is generated; the text of a later completion is held back until those before it have ended."""
-
-    def __init__(self, num_completions: int) -> None:
-        self.outputs: list[Output] = []  # in order of their ends
-        self._held = [""] * num_completions
-        self._ended = [False] * num_completions
-        self._current = 0
-
-    def show(self, event: Event) -> None:
-        self._held[event.index] += event.text
-        if event.output is not None:
-            self.outputs.append(event.output)
-            self._ended[event.index] = True
-        while self._current < len(self._held):
-            sys.stdout.write(self._held[self._current])
-            self._held[self._current] = ""
-            if not self._ended[self._current]:
-                break
-            self._current += 1
-            sys.stdout.write("\n" if self._current == len(self._held) else f"\n--- {self._current + 1}\n")
-        sys.stdout.flush()

@@ -10,12 +10,10 @@ import re
 import shlex
 from typing import Any
 
-from longctx.cli.files import check_input, check_output
-from longctx.cli.flags import flag, naming, prefixing
+from longctx.cli.flags import flag, prefixing, refuse
 from longctx.cli.settings import given_topology
-from longctx.cli.simulated import named_model
 from longctx.cli.terminal import FAILED, Console
-from longctx.cli.workload import MIN_RATE
+from longctx.cli.workload import named_model
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, best_of_each, search
@@ -24,25 +22,24 @@ from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6}
-_NAMES = {"gpus": "--gpus", "host_gpus": "--host-gpus", "context": "--context", "ttft": "--ttft", "tpot": "--tpot"}
 
 
 def run(options: argparse.Namespace) -> int:
     """Search, and print the best plans and why others do not do."""
-    _check(options)
+    if options.workload is None:
+        refuse(options, ("limit", "rate"), "needs --workload")
     model, console = named_model(options.model), Console(options.quiet)
     topology = given_topology(options)
     assert topology is not None
     requests = _requests(options)
-    with naming(_NAMES | {"output_tokens": "--output-tokens"}):
-        goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
-        with console.bar(desc="plans", unit="plan") as bar:
+    goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
+    with console.bar(desc="plans", unit="plan") as bar:
 
-            def progress(left: int) -> None:
-                bar.total = bar.n + 1 + left
-                bar.update()
+        def progress(left: int) -> None:
+            bar.total = bar.n + 1 + left
+            bar.update()
 
-            found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
+        found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
     best = best_of_each(found.plans)[: options.best]
     served: list[dict[str, Any] | None] = [None] * len(best)
     if requests:  # those first that keep most promises
@@ -91,18 +88,6 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
     for name, value in flags.items():
         words += [flag(name), str(value)]
     return shlex.join(words)
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.rate is not None and not options.rate >= MIN_RATE:
-        raise ValueError(f"--qps must be at least {MIN_RATE}, got {options.rate}")
-    for name in ("limit", "rate"):
-        if getattr(options, name) is not None and options.workload is None:
-            raise ValueError(f"{'--qps' if name == 'rate' else flag(name)} needs --workload")
-    if options.workload is not None:
-        check_input("--workload", options.workload)
-    if options.json is not None:
-        check_output("--json", options.json)
 
 
 def _requests(options: argparse.Namespace) -> list[WorkloadRequest]:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from longctx.cli.engine import EngineLoader, show_compiling
-from longctx.cli.files import check_output
 from longctx.cli.settings import engine_config
 from longctx.serving.predictor import Predictor
 from longctx.serving.predictor.file import save_profile
@@ -17,7 +16,6 @@ from longctx.serving.profiler import links, longest_context, measure, profile, r
 
 def run(options: argparse.Namespace) -> int:
     """Measure, write the profile, and print its errors."""
-    check_output("FILE", options.out)
     config = engine_config(options)
     loader = EngineLoader(options)
     console = loader.console

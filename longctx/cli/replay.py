@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from longctx.cli.commands import CHANGES
-from longctx.cli.files import check_output
-from longctx.cli.flags import flag, naming
+from longctx.cli.flags import refuse
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.log import RecordedLog
@@ -22,11 +21,8 @@ _SLO = ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.json is not None:
-        check_output("--json", options.json)
-    changes = [name for name in (*CHANGES, "slo") if getattr(options, name) is not None]
-    if changes and options.explain is not None:
-        raise ValueError(f"--explain and {flag(changes[0])} can't be given together")
+    if options.explain is not None:
+        refuse(options, (*CHANGES, "slo"), "contradicts --explain")
     log = RecordedLog(options.log)
     try:
         found = _replay(log, options) if options.explain is None else _explain(log, options.explain)
@@ -55,9 +51,8 @@ def _replay(log: RecordedLog, options: argparse.Namespace) -> dict[str, Any]:
     header = log.header
     config, num_pages = _changed(log, options)
     if config != header.config or num_pages != header.num_pages:
-        with naming((*CHANGES, "buckets")):
-            alternative = Alternative(log, baseline, config, num_pages)
-            alternative.run()
+        alternative = Alternative(log, baseline, config, num_pages)
+        alternative.run()
         difference = alternative.difference
         print(describe_difference(log, baseline, alternative))
         found["first_difference"] = None
@@ -82,8 +77,7 @@ def _changed(log: RecordedLog, options: argparse.Namespace) -> tuple[EngineConfi
         changes["slo"] = _slo(config.slo, options.slo)
     if "token_budget" in changes:
         changes["buckets"] = None
-    with naming((*CHANGES, "buckets")):
-        return dataclasses.replace(config, **changes), num_pages
+    return dataclasses.replace(config, **changes), num_pages
 
 
 def _slo(slo: Slo, text: str) -> Slo:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from types import FrameType
 from typing import NamedTuple
@@ -18,8 +17,7 @@ import jax
 
 from longctx import extras
 from longctx.cli.engine import EngineLoader, check_memory, describe_kernels, initialize_processes, show_compiling
-from longctx.cli.files import check_input
-from longctx.cli.flags import flag, naming, read
+from longctx.cli.flags import naming, read, refuse
 from longctx.cli.serve_settings import (
     address_text,
     chat_template,
@@ -62,12 +60,9 @@ def run(options: argparse.Namespace) -> int:
         from longctx.cli.serve_cluster import serve_cluster
 
         return serve_cluster(options)
-    for name in ("launcher", "instance_key_file"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{flag(name)} needs --cluster")
+    refuse(options, ("launcher", "instance_key_file"), "needs --cluster")
     if options.otlp is not None:
         extras.check("otlp", "--otlp")
-    _check_record(options)
     check_join_flags(options)
     check_transfer_flags(options)
     settings = _Settings(
@@ -81,8 +76,6 @@ def run(options: argparse.Namespace) -> int:
     for name in settings.config.tenant_weights:
         if name not in names:
             raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
-    if options.profile is not None:
-        check_input("--profile", options.profile)
     with initialize_processes(options) as group, contextlib.ExitStack() as stack:
         listener = None
         if group.is_first:  # before anything that takes long
@@ -118,18 +111,10 @@ def _serve(
         show_compiling(engine.warm_up, console, engine)
         console.note(f"ready    {names[0]} at http://{address}")
 
-    with naming(each.name for each in dataclasses.fields(ObserverSettings)):
-        transfers = None if options.role is None else functools.partial(make_transfers, options)
-        server = Server(
-            engine,
-            names,
-            settings.server,
-            settings.limits,
-            settings.template,
-            warm_up,
-            settings.observers,
-            transfers,
-        )
+    transfers = None if options.role is None else functools.partial(make_transfers, options)
+    server = Server(
+        engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
+    )
     http = HttpServer(server)
     interrupts.leave_to_python()
     with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):
@@ -138,17 +123,6 @@ def _serve(
         sys.stderr.flush()
         os._exit(0)
     return FAILED if server.has_failed else 0
-
-
-def _check_record(options: argparse.Namespace) -> None:
-    """Check beforehand that something can be recorded."""
-    if options.record is None:
-        return
-    try:
-        options.record.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=options.record).close()
-    except OSError as error:
-        raise ValueError(f"--record {options.record} can't be written to: {error.strerror}") from None
 
 
 def _recorder(options: argparse.Namespace) -> Recorder | None:

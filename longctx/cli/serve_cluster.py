@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
-from longctx.cli.flags import naming, prefixing
+from longctx.cli.flags import prefixing
 from longctx.cli.serve_settings import (
     address_text,
     chat_template,
@@ -53,7 +53,6 @@ _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
-_OBSERVERS = ("metrics_prefix",)
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
@@ -253,8 +252,7 @@ def _server_maker(
     first = model.config, tokenizer, config, model_names(engine), file.conductor
 
     def make(members: list[Address]) -> RouterServer:
-        with naming(_OBSERVERS):
-            return RouterServer(*first, members, settings, router, template)
+        return RouterServer(*first, members, settings, router, template)
 
     return make
 
@@ -314,11 +312,7 @@ def instance_arguments(arguments: Sequence[str], files: Secrets, names: Sequence
 
 
 def instance_command(arguments: Sequence[str], own: Sequence[str]) -> MakeCommand:
-    """The command of an instance.
-
-    Args:
-      arguments: of all instances. own: of this one, which win.
-    """
+    """The command of an instance."""
 
     def make(host: str, port: int, hosts: Sequence[str]) -> list[str]:
         here = [f"--host={host}", f"--port={port}"]

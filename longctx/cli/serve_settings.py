@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import extras
 from longctx.cli.files import read_text
-from longctx.cli.flags import flag, naming, prefixing, read
-from longctx.cli.settings import SECRET_FLAGS, engine_config, page_hash_key, tier_config
+from longctx.cli.flags import naming, prefixing, read, refuse
+from longctx.cli.settings import engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import check_peers
 from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
@@ -28,8 +28,6 @@ _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
-_NEED_ROLE = ("kv_advertise", "kv_peer")
-_NEED_JOIN = ("join_key_file", "join_name", "join_role", "join_url")
 
 
 def serve_config(options: argparse.Namespace) -> EngineConfig:
@@ -87,9 +85,7 @@ def address_text(name: tuple[Any, ...]) -> str:
 def check_transfer_flags(options: argparse.Namespace) -> None:
     """Check that requests can move as the flags say, before anything is loaded; ValueError names the flag."""
     if options.role is None:
-        for name in _NEED_ROLE:
-            if getattr(options, name):
-                raise ValueError(f"{flag(name)} needs --role")
+        refuse(options, ("kv_advertise", "kv_peer"), "needs --role")
         return
     with naming(_TRANSFERS):
         check_peers(options.kv_peer)
@@ -118,8 +114,7 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
     """Make what moves an engine's pages, by the flags; a process that follows another one has nothing more."""
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    with naming(SECRET_FLAGS):
-        secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
+    secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
     with naming(_TRANSFERS):
         return EngineMessenger(
             engine,
@@ -138,9 +133,7 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
 def check_join_flags(options: argparse.Namespace) -> None:
     """Check that the server can join as the flags say, before anything is loaded; ValueError names the flag."""
     if not options.join:
-        for name in _NEED_JOIN:
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} needs --join")
+        refuse(options, ("join_key_file", "join_name", "join_role", "join_url"), "needs --join")
         return
     from longctx.cluster.join import check_join_url, router_url
 
@@ -148,23 +141,17 @@ def check_join_flags(options: argparse.Namespace) -> None:
         raise ValueError("--join needs --role: requests move between the instances of a cluster")
     if options.join_role not in (None, options.role) and options.role != "both":
         raise ValueError(f"--join-role {options.join_role} contradicts --role {options.role}")
-    with naming({"join_url": "--join-url", "join": "--join"}):
-        for each in options.join:
-            router_url(each)
-        if options.join_url is not None:
-            check_join_url(options.join_url)
+    for each in options.join:
+        router_url(each)
+    if options.join_url is not None:
+        check_join_url(options.join_url)
     if options.join_url is None and options.host in _ANY:
         raise ValueError(f"--join with --host {options.host} needs --join-url: where the router reaches this server")
     _join_key(options)
 
 
 def joining(options: argparse.Namespace, address: str, is_open: Callable[[], bool]) -> AbstractContextManager[object]:
-    """Return what registers the server with routers, while it is entered.
-
-    Args:
-      address: where the server listens.
-      is_open: whether it takes requests now.
-    """
+    """Return what registers the server with routers, while it is entered."""
     if not options.join:
         return contextlib.nullcontext()
     from longctx.cluster.join import Joining

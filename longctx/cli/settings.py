@@ -1,25 +1,16 @@
 """Settings of engines that are made from flags, without any device. Nothing here imports JAX."""
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.flags import flag, naming, read
+from longctx.cli.flags import read, refuse
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.secret import make_secret, read_kv_secret
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.slo import Slo
-
-SECRET_FLAGS = {"kv_secret_file": "--kv-secret-file"}
-_NOT_NAMED = {"slo", "tiers", "transfers", "hash_key", "prefix_cache", "seed"}
-ENGINE_FLAGS = {
-    each.name: flag(each.name) for each in (*fields(EngineConfig), *fields(Slo)) if each.name not in _NOT_NAMED
-}
-"""Flags of the settings of an engine, which errors of what is made with them name."""
-_TOPOLOGY = {"topology must": "--topology must"}
 
 
 def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
@@ -34,36 +25,27 @@ def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
     plan = read(ParallelPlan, options)
     topology = given_topology(options)
     if topology is not None:  # now, before weights are loaded
-        with naming(_TOPOLOGY):
-            topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+        topology.check(**{axis: getattr(plan, axis) for axis in AXES})
     return plan
 
 
 def given_topology(options: argparse.Namespace) -> Topology | None:
     """Return the topology of `--topology`; None: it is to be found."""
     text = getattr(options, "topology", None)
-    if text is None:
-        return None
-    with naming(_TOPOLOGY):
-        return Topology.named(text)
+    return None if text is None else Topology.named(text)
 
 
 def tier_config(options: argparse.Namespace) -> TierConfig | None:
     """Make the settings of tiers from the flags; None: there are none. Errors name the flags."""
     if options.kv_host_bytes is None:
-        for name in ("kv_disk", "kv_disk_bytes", "kv_store"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} needs --kv-host-bytes: pages go there by host memory")
+        why = "needs --kv-host-bytes: pages go there by host memory"
+        refuse(options, ("kv_disk", "kv_disk_bytes", "kv_store"), why)
         return None
     return read(TierConfig, options, **({"disk_bytes": 0} if options.kv_disk_bytes is None else {}))
 
 
 def page_hash_key(options: argparse.Namespace) -> bytes | None:
-    """Return the key of page hashes, of `--kv-secret-file` or a secret kept in `--kv-disk`; None: a random one.
-
-    Raises:
-      ValueError: there is no such file, others may read it, or its secret could be guessed.
-    """
+    """Return the key of page hashes, of `--kv-secret-file` or a secret kept in `--kv-disk`; None: a random one."""
     file = options.kv_secret_file
     if file is None and options.kv_disk is not None:
         file = Path(options.kv_disk) / "secret"
@@ -75,5 +57,4 @@ def page_hash_key(options: argparse.Namespace) -> bytes | None:
         if options.kv_store is not None:
             raise ValueError("--kv-store needs --kv-secret-file: engines find each other's pages by keys made with it")
         return None
-    with naming(SECRET_FLAGS):
-        return read_kv_secret(file)
+    return read_kv_secret(file)

@@ -5,64 +5,74 @@ import dataclasses
 import json
 import math
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from longctx.cli.flags import flag, prefixing
-from longctx.cli.simulated import (
-    apply_plan,
-    check_simulation,
-    make_deployment,
-    make_requests,
-    named_model,
-    swept_flags,
-    with_values,
-)
+from longctx import extras
+from longctx.cli import command_flags, command_parser
+from longctx.cli.flags import check_options, flag, prefixing, refuse
+from longctx.cli.settings import engine_config, given_topology, parallel_plan
 from longctx.cli.terminal import Console
-from longctx.cli.workload import check_folder, check_outputs, print_where, write_results
+from longctx.cli.workload import (
+    check_workload,
+    keep_fitting,
+    named_model,
+    print_results,
+    read_requests,
+    tokenise,
+    write_json,
+)
+from longctx.cluster.config import read_cluster
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.plotting import can_draw
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.file import read_profile
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import field_types
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
-from longctx.simulation.deployment import Deployment
+from longctx.simulation.cluster.settings import Change, ClusterSettings
+from longctx.simulation.deployment import ClusterDeployment, Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.reports import chrome_trace, html_report, plots
 from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
-from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SPAN = 20  # times a target's seconds, for which arrivals have to last until a queue that grows is seen
+
+
+_NOT_OF_CLUSTERS = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
+_CLUSTER_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
+MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, print tables, and write the files that flags name."""
     if options.cluster is not None:
-        from longctx.cli.simulate_cluster import run_cluster
-
-        run_cluster(options)
-        return 0
-    _check(options)
+        check_cluster_flags(options)
+    check_simulation(options)
+    if options.capacity is not None:
+        _targets(options)
+        why = "contradicts --capacity: it searches a rate for all requests"
+        refuse(options, ("rate", "users", "window"), why)
+    if options.sweep is not None:
+        refuse(options, ("trace",), "contradicts --sweep: it is of one simulation")
+    elif options.baseline is not None:
+        why = "contradicts --baseline: it has no trace of stages and pages"
+        refuse(options, ("plot", "trace", "out"), why)
     console = Console(options.quiet)
     if options.sweep is not None:
         _sweep(options, console)
     else:
         _simulate(options, console)
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    check_simulation(options)
-    apply_plan(options)
-    check_outputs(options, "json", "plot", "trace")
-    check_folder(options)
-    if options.capacity is not None:
-        _targets(options)
-        for name in ("rate", "users", "window"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"--capacity contradicts {flag(name)}: it searches a rate for all requests")
-    if options.sweep is None and options.baseline is not None:
-        for name in ("plot", "trace", "out"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{flag(name)} contradicts --baseline: it has no trace of stages and pages")
-    if options.sweep is not None and options.trace is not None:
-        raise ValueError("--trace contradicts --sweep: it is of one simulation")
 
 
 def _targets(options: argparse.Namespace) -> list[Target]:
@@ -76,9 +86,15 @@ def _make(options: argparse.Namespace) -> tuple[Deployment, list[WorkloadRequest
 
 
 def _simulate(options: argparse.Namespace, console: Console) -> None:
-    deployment, requests, num_skipped = _make(options)
+    deployment: Deployment | ClusterDeployment
+    if options.cluster is None:
+        deployment, requests, num_skipped = _make(options)
+    else:
+        deployment = make_cluster(options)
+        requests, num_skipped = make_requests(options, deployment.model)
     found: dict[str, Any] = {}
     if options.capacity is not None:
+        assert isinstance(deployment, Deployment)
         capacity = _search(options, deployment, requests, console)
         found["capacity"] = capacity._asdict()
         if not capacity.rate:
@@ -93,26 +109,54 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
         requests = arrive_at_rate(requests, capacity.rate, options.seed)
     has_trace = any(getattr(options, name) is not None for name in ("plot", "trace", "out"))
     traces: list[StageTrace] | None = [] if has_trace else None
-    until = math.inf if options.window is None else options.window
+    if isinstance(deployment, Deployment):
+        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
+    else:
+        simulation = deployment.simulation()
+    keeps_steps = options.json is not None and options.cluster is None
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
 
         def show(record: Record) -> None:  # what `update` returns would end the run
-            bar.update(len(record.served) - bar.n)
+            bar.update(len(record.served) + len(record.rejected) - bar.n)
 
-        simulation = deployment.simulation(traces, keep_ticks=options.trace is not None)
-        record = simulation.run(requests, options.seed, until, show, keep_steps=options.json is not None)
+        record = simulation.run(requests, options.seed, _until(options), show, keeps_steps)
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
-    settings = {
-        "model": options.model,
-        "topology": deployment.topology.to_dict(),
-        "plan": dataclasses.asdict(deployment.plan),
-        "instances": deployment.instances,
-        "config": dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages},
-    }
-    del settings["config"]["hash_key"]
-    write_results(options, settings, record, summary, lambda: plots.draw_deployment(record, traces or []))
+    contents = write_json(options, _settings(options, deployment), record, summary)
+
+    def draw() -> "Figure":
+        if isinstance(deployment, Deployment):
+            return plots.draw_deployment(record, traces or [])
+        return plots.draw_cluster(record, deployment.config.ttft, deployment.config.tpot)
+
+    table = print_results(options, summary, draw)
+    if options.out is not None:
+        html_report.write_report(contents, record, table, plots.write_drawings(draw, options.out), options.out)
+        _print_where(options.out)
     if options.trace is not None:
         chrome_trace.write_chrome_trace(record, traces or [], options.trace)
+
+
+def _until(options: argparse.Namespace) -> float:
+    return math.inf if options.window is None else options.window
+
+
+def _settings(options: argparse.Namespace, deployment: Deployment | ClusterDeployment) -> dict[str, Any]:
+    """Return what was simulated, as plain data."""
+    found = {"model": options.model, "topology": deployment.topology.to_dict()}
+    if isinstance(deployment, ClusterDeployment):
+        rest = {"cluster": dataclasses.asdict(deployment)}
+        del rest["cluster"]["model"], rest["cluster"]["topology"]
+        return found | rest
+    config = dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages}
+    del config["hash_key"]
+    plan = dataclasses.asdict(deployment.plan)
+    return found | {"plan": plan, "instances": deployment.instances, "config": config}
+
+
+def _print_where(out: Path) -> None:
+    """Print where the report of `--out` is, and how to install what would draw in it, if that is missing."""
+    lacking = "" if can_draw() else f", without drawings: {extras.pip_line('plot')}"
+    print(f"written to {out / 'report.html'}{lacking}")
 
 
 def _search(
@@ -146,8 +190,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
             if not capacity.rate:
                 return {"error": f"{options.capacity} is met at no rate"}
             requests = arrive_at_rate(requests, capacity.rate, options.seed)
-        until = math.inf if options.window is None else options.window
-        record = deployment.run(requests, options.seed, until, keep_steps=False)
+        record = deployment.run(requests, options.seed, _until(options), keep_steps=False)
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     return {"summary": summarize_deployment(record, deployment) | found}
@@ -172,4 +215,144 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         plots.write_drawing(lambda: plots.draw_sweep(rows, list(grid)), options.plot)
     if options.out is not None:
         html_report.write_sweep(rows, list(grid), options.out)
-        print_where(options.out)
+        _print_where(options.out)
+
+
+# Deployments and workloads of flags.
+
+
+def make_deployment(options: argparse.Namespace, longest: int | None = None) -> Deployment:
+    """The engines to simulate; errors name flags."""
+    model = named_model(options.model)
+    topology = given_topology(options)
+    assert topology is not None
+    plan = parallel_plan(options)
+    _check_devices("--instances", options.instances * plan.num_devices)
+    config = engine_config(options, max_length=longest)
+    measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
+    return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
+
+
+def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:
+    """The predictor of a profile; ValueError if it was measured on another engine, whatever its devices were."""
+    predictor, subject = read_profile(path)
+    given = dataclasses.asdict(model) | dataclasses.asdict(config) | {"buckets": list(config.row_buckets)}
+    sizes = dataclasses.asdict(plan) if plan.num_devices > 1 else None
+    for name, value in ({"kv_dtype": None} | subject).items():
+        if name == "plan":
+            there, here = value, None if sizes is None else {axis: sizes[axis] for axis in value}
+        else:
+            there, here = value, given.get(name, value)
+        if there != here:
+            raise ValueError(f"--profile: {path} was measured on another engine: {name} is {there} there, {here} here")
+    if sizes is not None and "plan" not in subject:
+        raise ValueError(f"--profile: {path} was measured on one device")
+    return predictor
+
+
+def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
+    """The requests to simulate, in order of arrival, and how many `--max-length` leaves out; errors name flags."""
+    if options.mix is None:
+        requests = read_requests(options)
+    else:
+        requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
+        if options.rate is not None:
+            requests = arrive_at_rate(requests, options.rate, options.seed)
+    if any(request.prompt is not None for request in requests):
+        if not Path(options.model).is_dir():
+            raise ValueError("--workload has prompts, whose tokens --model must tell: a folder with a tokenizer")
+        requests = tokenise(requests, Path(options.model), model.vocab_size)
+    requests, num_skipped = keep_fitting(requests, options, model.max_positions)
+    if options.users is not None:
+        with prefixing("--users: "):
+            requests = closed_loop(requests, options.users)
+    if options.jitter is not None:
+        requests = jitter_arrivals(requests, options.jitter, options.seed)
+    return requests, num_skipped
+
+
+def check_simulation(options: argparse.Namespace) -> None:
+    """Check that flags suit each other; ValueError names them."""
+    check_options(options)  # those of a sweep's point, too
+    if options.mix is not None:
+        names = ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths")
+        refuse(options, names, "contradicts --mix")
+    check_workload(options)
+    if options.baseline is not None:
+        refuse(options, ("profile",), "contradicts --baseline: systems are compared on predicted devices")
+    if options.users is not None:
+        refuse(options, ("rate", "jitter"), "contradicts --users: users wait for answers")
+
+
+def swept_flags() -> dict[str, tuple[str, type]]:
+    """Return what `--sweep` can vary: by the names of flags, their places among the options and the types of values."""
+    return {
+        option.removeprefix("--").replace("-", "_"): (
+            action.dest,
+            int if action.type is int else float if action.type is float else str,
+        )
+        for action in command_flags("simulate")
+        for option in action.option_strings
+        if action.nargs != 0 and action.type in (None, int, float)
+    }
+
+
+def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
+    """Return options as if flags had these values."""
+    flags = swept_flags()
+    return argparse.Namespace(**vars(options) | {flags[name][0]: value for name, value in values.items()})
+
+
+def check_cluster_flags(options: argparse.Namespace) -> None:
+    """Check that no flag says what the file of `--cluster` says; ValueError names it."""
+    usual = command_parser("simulate").parse_args([])
+    fixed = [each.name for settings in (EngineConfig, Slo) for each in options.fields[settings].values()]
+    for name in (*fixed, *_NOT_OF_CLUSTERS):
+        if getattr(options, name) != getattr(usual, name):
+            raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
+
+
+def make_cluster(options: argparse.Namespace) -> ClusterDeployment:
+    """The cluster of a file; flags say what it leaves open. ValueError names a key of the file, or a flag."""
+    with prefixing("--cluster: "):
+        file = read_cluster(options.cluster)
+    with prefixing("--cluster: [simulation] "):
+        found = dict(file.simulation)
+        axes = {name: found.pop(name) for name in field_types(ParallelPlan) if name in found}
+        options.model = found.pop("model", options.model)
+        model = named_model(options.model)
+        topology = Topology.named(found.pop("topology", options.topology))
+        changes = tuple(_change(each) for each in found.pop("changes", ()))
+        settings: dict[str, Any] = {"report_seconds": file.report_seconds}
+        settings |= {name: found.pop(name) for name in _CLUSTER_SETTINGS if name in found}
+        entries = sorted(file.instances, key=lambda each: ("prefill", "decode", "both").index(each.role))
+        names = tuple(each.name for each in entries)
+        for change in changes:
+            if change.instance not in names:
+                raise ValueError(f"changes must name instances, {', '.join(names)}; got {change.instance!r}")
+        plan = ParallelPlan(**axes) if axes else parallel_plan(options)
+        _check_devices("instances", len(names) * plan.num_devices)
+        return ClusterDeployment(
+            model=model,
+            topology=topology,
+            plan=plan,
+            prefill=file.count("prefill"),
+            decode=file.count("decode"),
+            coupled=file.count("both"),
+            config=file.conductor,
+            settings=ClusterSettings(**settings),
+            names=names,
+            changes=changes,
+            **found,
+        )
+
+
+def _check_devices(name: str, count: int) -> None:
+    if count > MAX_DEVICES:
+        raise ValueError(f"{name} must have at most {MAX_DEVICES:,} devices together, got {count:,}")
+
+
+def _change(fields: dict[str, Any]) -> Change:
+    if missing := {"at", "instance", "action"} - fields.keys():
+        raise ValueError(f"changes must have {', '.join(sorted(missing))}")
+    return Change(**fields)

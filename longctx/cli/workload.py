@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx import extras
-from longctx.cli.files import check_input, check_output
-from longctx.cli.flags import flag, prefixing
+from longctx.cli.flags import prefixing, refuse
 from longctx.models import LlamaConfig, load_tokenizer
 from longctx.models.validation import MAX_INT32
-from longctx.plotting import can_draw
+from longctx.simulation.models import MODELS
 from longctx.simulation.record import Record
-from longctx.simulation.reports import html_report, plots, report
+from longctx.simulation.reports import plots, report
 from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
@@ -28,89 +26,48 @@ from longctx.simulation.workloads import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_RATE = 1e-6  # requests a second
 _SYNTHETIC = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
 _FROM_FILE = ("limit", "scale_lengths")
 
 
-def check_outputs(options: argparse.Namespace, *names: str) -> None:
-    """Check that the files of such flags, of which `plot` is a drawing, can be written; ValueError, with the flag."""
-    for name in names:
-        path = getattr(options, name)
-        if path is not None:
-            check_output(flag(name), path)
-    if options.plot is not None:
-        with prefixing("--plot "):
-            plots.check_can_plot(options.plot)
-
-
-def write_results(
-    options: argparse.Namespace,
-    settings: Mapping[str, Any],
-    record: Record,
-    summary: dict[str, Any],
-    draw: Callable[[], "Figure"],
-) -> None:
-    """Print the table of a simulation, and write the files of `--json`, `--plot` and `--out`."""
-    printed, contents = report.table(summary), {**settings, "seed": options.seed, "summary": summary}
-    contents["workload"] = str(options.workload or options.mix or "synthetic")
-    print(printed)
-    if summary["skipped"]:
-        print(f"skipped {summary['skipped']} requests, longer than {options.max_length} tokens")
+def write_json(
+    options: argparse.Namespace, settings: Mapping[str, Any], record: Record, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Write the file of `--json`, if it is given; returns what stands in it beside requests and steps."""
+    workload = str(options.workload or getattr(options, "mix", None) or "synthetic")
+    contents = {**settings, "workload": workload, "seed": options.seed, "summary": summary}
     if options.json is not None:
         options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
+    return contents
+
+
+def print_results(options: argparse.Namespace, summary: dict[str, Any], draw: Callable[[], "Figure"]) -> str:
+    """Print the table of a run, and write the file of `--plot`; returns the table."""
+    table = report.table(summary)
+    print(table)
+    if summary["skipped"]:
+        print(f"skipped {summary['skipped']} requests, longer than {options.max_length} tokens")
     if options.plot is not None:
         plots.write_drawing(draw, options.plot)
-    if options.out is not None:
-        html_report.write_report(contents, record, printed, plots.write_drawings(draw, options.out), options.out)
-        print_where(options.out)
-
-
-def print_where(out: Path) -> None:
-    """Print where the report of `--out` is, and how to install what would draw in it, if that is missing."""
-    lacking = "" if can_draw() else f", without drawings: {extras.pip_line('plot')}"
-    print(f"written to {out / 'report.html'}{lacking}")
-
-
-def check_folder(options: argparse.Namespace) -> None:
-    """Check that `--out` can be a folder, and make it; ValueError if it can't."""
-    if options.out is not None:
-        if options.out.exists() and not options.out.is_dir():
-            raise ValueError(f"--out must be a folder, and {options.out} is a file")
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--out: no folder can be made at {options.out}: {error.strerror}") from None
+    return table
 
 
 def check_workload(options: argparse.Namespace) -> None:
-    """Check the flags alone; ValueError, with the flag."""
-    wrong = _SYNTHETIC if options.workload is not None else _FROM_FILE
-    for name in wrong:
-        if getattr(options, name) is not None:
-            raise ValueError(f"{flag(name)} {'contradicts' if wrong is _SYNTHETIC else 'needs'} --workload")
-    if options.rate is not None and not options.rate >= MIN_RATE:
-        raise ValueError(f"--rate must be at least {MIN_RATE}, got {options.rate}")
+    """Check that flags of a workload suit each other; ValueError names them."""
     if options.workload is not None:
-        check_input("--workload", options.workload)
+        refuse(options, _SYNTHETIC, "contradicts --workload")
+    else:
+        refuse(options, _FROM_FILE, "needs --workload")
 
 
 def make_workload(options: argparse.Namespace, config: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
-    """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out.
-
-    Raises:
-      ValueError: the file is none, or a request can't be served.
-    """
+    """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out."""
     requests = tokenise(read_requests(options), options.model, config.vocab_size)
     return keep_fitting(requests, options, config.max_positions)
 
 
 def read_requests(options: argparse.Namespace) -> list[WorkloadRequest]:
-    """The requests of a file, or synthetic ones, and when they come.
-
-    Raises:
-      ValueError: the file is none, or a flag has no value that it can have.
-    """
+    """The requests of a file, or synthetic ones, and when they come."""
     if options.workload is not None:
         requests = read_workload(options.workload, options.limit)
         if options.scale_lengths is not None:
@@ -133,11 +90,7 @@ def _lengths(name: str, text: str) -> Lengths:
 
 
 def tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> list[WorkloadRequest]:
-    """Encode the prompts that are text, and check those that are token ids.
-
-    Raises:
-      ValueError: a token is not of the vocabulary.
-    """
+    """Encode the prompts that are text, and check those that are token ids."""
     if all(request.prompt is None for request in requests):
         return requests
     tokenizer = load_tokenizer(model) if any(isinstance(request.prompt, str) for request in requests) else None
@@ -160,11 +113,7 @@ def tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> l
 def keep_fitting(
     requests: list[WorkloadRequest], options: argparse.Namespace, context: int
 ) -> tuple[list[WorkloadRequest], int]:
-    """Split off requests that are longer than `--max-length`: the others, and the number of those.
-
-    Raises:
-      ValueError: one is longer than the model's context, and there is no such flag, or it leaves none.
-    """
+    """Split off requests that are longer than `--max-length`: the others, and the number of those."""
     max_length = options.max_length
     shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
     if max_length is not None and max_length > context:
@@ -180,3 +129,14 @@ def keep_fitting(
     if not kept:
         raise ValueError(f"--max-length {max_length} leaves no request")
     return kept, num_skipped
+
+
+def named_model(text: str) -> LlamaConfig:
+    """A model by its name, or that of a folder's `config.json`."""
+    if text in MODELS:
+        return MODELS[text]
+    path = Path(text)
+    if (path / "config.json").is_file():
+        with prefixing("--model: "):
+            return LlamaConfig.from_hf(path / "config.json")
+    raise ValueError(f"--model must be one of {', '.join(MODELS)}, or a folder with config.json, got {text!r}")

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
 from longctx.cluster.server_url import check_server_url
-from longctx.serving.validation import FieldType, Range, check_fields
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.validation import FieldType, Range, check_fields, field_types
 
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
@@ -30,11 +31,11 @@ _DRIVER = {"launcher": FieldType(str, choices=LAUNCHERS), "report_seconds": Fiel
 _DRIVER |= {"bandwidth": FieldType(float, range=Range(1)), "latency": _NUMBER}
 _ENTRY = {"role": FieldType(str, choices=ROLES), "name": _TEXT, "count": _INSTANCES, "url": _TEXT}
 _ENTRY |= {"flags": FieldType(dict), "devices": FieldType(list), "processes": _INSTANCES}
-_SIMULATION = dict.fromkeys(("model", "topology", "plan", "overlap", "first_token", "kv_dtype"), _TEXT)
+_SIMULATION = dict.fromkeys(("model", "topology", "overlap", "first_token", "kv_dtype"), _TEXT)
 _SIMULATION |= dict.fromkeys(("page_size", "chunk", "coupled_chunk", "max_running"), _SIZE)
 _SIMULATION |= dict.fromkeys(("host_bytes", "coupled_host_bytes"), _SIZE)
 _SIMULATION |= dict.fromkeys(("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds"), _NUMBER)
-_SIMULATION |= {"least_retry": _NUMBER, "changes": FieldType(list)}
+_SIMULATION |= field_types(ParallelPlan) | {"least_retry": _NUMBER, "changes": FieldType(list)}
 _SIMULATION |= dict.fromkeys(("prefix_cache", "roles_change", "swaps"), _SWITCH)
 _CHANGE = {"at": _NUMBER, "instance": _TEXT, "action": _TEXT}
 """Keys of tables that are no settings of one class, and what their values may be."""

@@ -15,14 +15,12 @@ from longctx.cluster.config import Messenger
 from longctx.cluster.pending_pages import PendingSource
 from longctx.cluster.server_url import host_port
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
-from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.kv_cache.connector import LeasedSource, PageFetch, PageRead
-from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.kv_cache.connector import LeasedSource, PageFetch
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.runner.page_parts import process_part
+from longctx.serving.runner.page_transfer import process_part
 
 MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
@@ -30,36 +28,6 @@ MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "
 _LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
 _MOST_SECONDS = 3600.0  # a process waits for pages until the first one has its own
 _LATE_SECONDS = 30.0  # and then for so long after each block
-
-
-class EngineExporter:
-    """`Exporter` of an engine's leases. Any thread may call it; nothing waits for a step.
-
-    Args:
-      layout: of the engine's pages.
-    """
-
-    def __init__(self, engine: Engine, layout: PageLayout) -> None:
-        self._pages, self._layout = engine.pages, layout
-
-    def open(self, lease_id: str) -> Lease:
-        """Find a lease; while its request runs, its pages are not known yet. Raises LeaseGone."""
-        lease = self._pages.lease(lease_id)
-        pages = [*lease.pages, *[0] * (len(lease.keys) - len(lease.pages))]
-        tail = lease.total % self._layout.page_size
-        return Lease(lease_id, list(lease.keys), pages, tail, lease.total, self._layout)
-
-    def num_ready(self, lease_id: str) -> int:
-        """Count leading pages that are complete. Raises LeaseGone."""
-        return len(self._pages.lease(lease_id).pages)
-
-    def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
-        """Begin to read complete pages `first` to `stop`, of these layers at least. Raises LeaseGone."""
-        return self._pages.read(lease_id, first, stop, layers)
-
-    def release(self, lease_id: str) -> None:
-        """End a lease."""
-        self._pages.release(lease_id)
 
 
 class EngineMessenger:
@@ -111,8 +79,8 @@ class EngineMessenger:
                 stack.callback(staging.close)
                 puller = MooncakePuller(mooncake, options.block_bytes)
             shared, lag = None if is_plain else secret, 0.0 if group.is_first else _LAG_SECONDS
-            exporter, part = EngineExporter(engine, layout), None
-            self.sender = PageSender(exporter, layout, fingerprint, ip, port, shared, options, staging, is_plain, lag)
+            pages, part = engine.pages, None
+            self.sender = PageSender(pages, layout, fingerprint, ip, port, shared, options, staging, is_plain, lag)
             stack.callback(self.sender.close)
             if group.num_processes > 1 and engine.mesh is not None:
                 part = process_part(engine.mesh, engine.model.config)

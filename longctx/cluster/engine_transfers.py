@@ -108,7 +108,7 @@ class EngineTransfers:
         try:
             self._check(handoff, prepared)
         except ApiError:
-            refused = handoff._replace(completions=handoff.completions[: prepared.request.sampling.n])
+            refused = dataclasses.replace(handoff, completions=handoff.completions[: prepared.request.sampling.n])
             self._received(params, refused).release()
             raise
         received = self._received(params, handoff)

@@ -11,6 +11,7 @@ the prompt, which has them too from then on: so hot blocks are replicated).
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import threading
@@ -273,8 +274,8 @@ def _with_pages(prepared: PreparedRequest, handoff: Handoff | None, lease: str, 
     The first completion to be admitted fetches the pages, which the others find in the cache.
     """
     if handoff is not None:
-        completions = tuple(each._replace(lease=lease, length=length) for each in handoff.completions)
-        return handoff._replace(completions=completions)
+        completions = tuple(dataclasses.replace(each, lease=lease, length=length) for each in handoff.completions)
+        return dataclasses.replace(handoff, completions=completions)
     sampling = prepared.request.sampling
     seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
     return Handoff(seed, (Progress(lease, length, ()),) * sampling.n)

@@ -265,12 +265,6 @@ def device_name(device: Any) -> str | None:
     return next((name for name in FOUND if name in words), None)
 
 
-def data_sheet(device: Any) -> Device | None:
-    """Return what is known of an accelerator, a `jax.Device`; None of others, and of CPUs."""
-    name = device_name(device)
-    return None if name in (None, "cpu", "A800") else DEVICES[name]
-
-
 def _host(device: Any) -> int:
     """The host of a device. GPUs say which; of others it is known which process they belong to."""
     return int(getattr(device, "slice_index", device.process_index))

@@ -8,7 +8,6 @@ from .engine.input_processor import InputProcessor as InputProcessor
 from .engine.metrics import EngineStats as EngineStats
 from .engine.metrics import Load as Load
 from .engine.metrics import StepMetrics as StepMetrics
-from .engine.metrics import StepReport as StepReport
 from .engine.thread import EngineThread as EngineThread
 from .parallel_plan import ParallelPlan as ParallelPlan
 from .request.output import Event as Event

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -41,12 +42,14 @@ class FieldType(NamedTuple):
       is_optional: whether the field may be None.
       choices: the values of a `Literal`.
       range: of a number. None: any integer; a float is not checked.
+      checks: functions of name and value among the annotations, such as that a file can be read.
     """
 
     kind: Any
     is_optional: bool = False
     choices: tuple[Any, ...] = ()
     range: Range | None = None
+    checks: tuple[Callable[[str, Any], object], ...] = ()
 
     def check(self, name: str, value: Any) -> Any:
         """Check a value, and return it as Python's own type; errors name it."""
@@ -57,16 +60,18 @@ class FieldType(NamedTuple):
                 raise ValueError(f"{name} must be one of {', '.join(map(str, self.choices))}, got {shown(value)}")
         elif self.kind is int:
             low, high, _ = self.range or Range(_LEAST_INT)
-            return check_integer(name, value, int(low), None if high == math.inf else int(high))
+            value = check_integer(name, value, int(low), None if high == math.inf else int(high))
         elif self.kind is float:
             low, high, is_open = self.range or Range(-math.inf)
             if is_open and isinstance(value, Real) and not value > low:
                 raise ValueError(f"{name} must be above {low:g}, got {shown(value)}")
-            return value if self.range is None else check_real(name, value, low, high)
+            value = value if self.range is None else check_real(name, value, low, high)
         elif self.kind is bool:
             check_bool(name, value)
         elif self.kind is str:
             check_text(name, value)
+        for check in self.checks:
+            check(name, value)
         return value
 
 
@@ -101,7 +106,8 @@ def _field_type(hint: Any) -> FieldType:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         ranges = [each for each in arguments[1:] if isinstance(each, Range)]
-        return _field_type(arguments[0])._replace(range=ranges[0] if ranges else None)
+        checks = tuple(each for each in arguments[1:] if callable(each))
+        return _field_type(arguments[0])._replace(range=ranges[0] if ranges else None, checks=checks)
     if origin in (Union, UnionType):
         kinds = [each for each in arguments if each is not NoneType]
         found = _field_type(kinds[0]) if len(kinds) == 1 else FieldType(object)

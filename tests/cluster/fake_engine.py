@@ -2,12 +2,13 @@
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.transfer.lease import Lease, LeaseGone, make_lease_id
+from longctx.cluster.transfer.lease import LeaseGone, make_lease_id
 from longctx.serving.kv_cache.connector import PageBlock, PageFetch, assemble
+from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
 LAYOUT = PageLayout(num_layers=5, num_kv_heads=4, head_dim=8, page_size=4, dtype="bfloat16")
@@ -15,6 +16,12 @@ LAYOUT = PageLayout(num_layers=5, num_kv_heads=4, head_dim=8, page_size=4, dtype
 
 def make_keys(num_pages: int, seed: int = 0) -> list[bytes]:
     return [bytes(row) for row in np.random.default_rng(seed).integers(0, 256, (num_pages, 16), np.uint8)]
+
+
+class Lease(NamedTuple):
+    lease_id: str
+    keys: list[bytes]
+    length: int
 
 
 class FakeRead:
@@ -58,8 +65,7 @@ class FakeEngine:
         length = num_pages * self.layout.page_size - (self.layout.page_size - tail if tail else 0)
         keys = make_keys(num_pages, seed)
         lease_id = lease_id or make_lease_id()
-        lease = Lease(lease_id, keys, [*range(num_pages)], tail, length, self.layout)
-        lease.check()
+        lease = Lease(lease_id, keys, length)
         with self._lock:
             self.leases[lease.lease_id] = lease, raw.view(bits)
             self._ready[lease.lease_id] = num_pages if ready is None else ready
@@ -68,20 +74,17 @@ class FakeEngine:
     def complete(self, lease: Lease, num_pages: int) -> None:
         self._ready[lease.lease_id] = num_pages
 
-    def open(self, lease_id: str) -> Lease:
+    def lease(self, lease_id: str) -> LeasedPages:
         with self._lock:
             if lease_id not in self.leases:
                 raise LeaseGone(f"there is no lease {lease_id}")
-            return self.leases[lease_id][0]
-
-    def num_ready(self, lease_id: str) -> int:
-        self.open(lease_id)
-        return self._ready[lease_id]
+            keys, length = self.leases[lease_id][0][1:]
+            ready = self._ready[lease_id]
+        return LeasedPages(None, keys, [*range(ready)], min(length, ready * self.layout.page_size), length)
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> FakeRead:
-        lease = self.open(lease_id)
-        assert 0 <= first < stop <= self._ready[lease_id], "only complete pages may be read"
-        pages = self.leases[lease.lease_id][1]
+        assert 0 <= first < stop <= len(self.lease(lease_id).pages), "only complete pages may be read"
+        pages = self.leases[lease_id][1]
         self.num_reads += 1
         blocks = []
         for part in self.parts:

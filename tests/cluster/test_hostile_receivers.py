@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import zmq
-from cluster.fake_engine import LAYOUT, FakeEngine, Taker, wait_until
+from cluster.fake_engine import LAYOUT, FakeEngine, Lease, Taker, wait_until
 from cluster.ways import OPTIONS
 
-from longctx.cluster.transfer.lease import Lease
 from longctx.cluster.transfer.messages import VERSION, Alive, FromReceiver, Grant, Open, encode
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver

@@ -11,9 +11,9 @@ from cluster.ways import OPTIONS
 from longctx.cluster.peers import Peers, check_peers, parse_peer
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.remote_fetch import Peer
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
+from longctx.serving.distributed.network import Network
 
 FEW = dataclasses.replace(OPTIONS, max_peers=3, silence_timeout=1.0)
 
@@ -76,42 +76,48 @@ def still_receives(receiver: PageReceiver, options: TransferOptions = OPTIONS) -
         assert Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT).finish() == 3
 
 
-def test_there_are_few_connections_whatever_addresses_are_named() -> None:
+def test_there_are_few_connections_whatever_addresses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for their turn; a lease that is not fetched is released without a connection."""
+    connected = 0
+    connect, drop = Network.connect, Network.drop
+
+    def count(self: Network, *arguments: Any) -> Any:
+        nonlocal connected
+        connected += 1
+        assert connected <= FEW.max_peers
+        return connect(self, *arguments)
+
+    def uncount(self: Network, *arguments: Any) -> None:
+        nonlocal connected
+        connected -= 1
+        drop(self, *arguments)
+
+    monkeypatch.setattr(Network, "connect", count)
+    monkeypatch.setattr(Network, "drop", uncount)
     with PageReceiver(LAYOUT, options=FEW) as receiver:
         for port in range(1, 30):
             receiver.source(f"127.0.0.1:{port}", make_lease_id()).release()
-        takers = [fetch(receiver, f"127.0.0.1:{port}") for port in range(1, 11)]
-        assert [taker.finish() for taker in takers] == [0] * 10
-        assert (receiver.stats.outcomes["late"], receiver.stats.outcomes["refused"]) == (3, 7)
-        assert len(receiver.addresses) == 3
-        still_receives(receiver)  # those that are idle make room
-        assert len(receiver.addresses) <= 3
-
-
-def test_an_address_that_a_socket_can_not_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = Peer.__init__
-
-    def fail(self: Peer, network: Any, key: Any, address: str, max_bytes: int) -> None:
-        if address.endswith(":1"):
-            raise zmq.ZMQError(zmq.EMFILE)
-        connect(self, network, key, address, max_bytes)
-
-    monkeypatch.setattr(Peer, "__init__", fail)
-    with PageReceiver(LAYOUT, options=OPTIONS) as receiver:
-        assert fetch(receiver, "127.0.0.1:1").finish() == 0
-        assert receiver.stats.outcomes["failed"] == 1
+        assert connected == 0
+        takers = [fetch(receiver, f"127.0.0.1:{port}") for port in range(1, 8)]
+        wait_until(lambda: connected == FEW.max_peers)
+        assert [taker.finish() for taker in takers] == [0] * 7
+        assert receiver.stats.outcomes["late"] == 7
         still_receives(receiver)
+        wait_until(lambda: connected == 0)
 
 
-@pytest.mark.parametrize("name", ["recv_multipart", "send"])
-def test_an_error_of_one_connection_costs_its_transfers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect, peers = Peer.__init__, list[Peer]()
+@pytest.mark.parametrize("fails", ["connect", "recv_multipart", "send"])
+def test_an_error_of_one_connection_costs_its_transfer(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, made = PageReceiver.connect, list[Any]()
 
-    def record(self: Peer, *arguments: Any) -> None:
-        connect(self, *arguments)
-        peers.append(self)
+    def record(self: PageReceiver, address: str, *arguments: Any) -> Any:
+        if fails == "connect" and not made:
+            made.append(None)
+            raise zmq.ZMQError(zmq.EMFILE)
+        made.append(connect(self, address, *arguments))
+        return made[-1]
 
-    monkeypatch.setattr(Peer, "__init__", record)
+    monkeypatch.setattr(PageReceiver, "connect", record)
     engines = FakeEngine(), FakeEngine()
     leases = [engine.add(3, ready=0)[0] for engine in engines]
     with (
@@ -119,16 +125,16 @@ def test_an_error_of_one_connection_costs_its_transfers(name: str, monkeypatch: 
         PageSender(engines[1], LAYOUT, options=OPTIONS) as other,
         PageReceiver(LAYOUT, options=OPTIONS) as receiver,
     ):
-        takers = [
-            Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT)
-            for sender, lease in zip((one, other), leases, strict=True)
-        ]
-        wait_until(lambda: one.num_streams == other.num_streams == 1)
+        takers = []
+        for number, (sender, lease) in enumerate(zip((one, other), leases, strict=True)):
+            takers.append(Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT))
+            wait_until(lambda number=number: len(made) == number + 1)
 
         def fail(*arguments: Any, **more: Any) -> Any:
             raise zmq.ZMQError(zmq.EFSM)
 
-        object.__setattr__(next(each for each in peers if each.address == one.address).socket, name, fail)
+        if fails != "connect":
+            object.__setattr__(made[0], fails, fail)
         assert takers[0].finish() == 0
         assert receiver.stats.outcomes["failed"] == 1
         engines[1].complete(leases[1], 3)

@@ -164,7 +164,7 @@ def test_a_sender_that_is_killed_or_stopped(way_name: str, how: str) -> None:
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         assert 3 <= check(taker, pages) < NUM_PAGES
         assert receiver.stats.outcomes["lost"] + receiver.stats.outcomes["late"] == 1
-        assert receiver.num_fetches == 0
+        wait_until(lambda: receiver.num_fetches == 0)
 
 
 def test_a_receiver_that_vanishes() -> None:
@@ -255,8 +255,7 @@ def test_nothing_is_left_of_faulty_transfers() -> None:
         wait_until(lambda: way.sender.num_streams == way.receiver.num_fetches == 0)  # type: ignore[union-attr]
         wait_until(lambda: way.receiver.num_free_blocks == OPTIONS.max_blocks)
         wait_until(lambda: way.engine.leases == {})
-        wait_until(lambda: len(transfer_threads(before)) == 2)
-        assert len(way.receiver.addresses) <= 1
+        wait_until(lambda: len(transfer_threads(before)) == 1)
     wait_until(lambda: transfer_threads(before) == [])
     gc.collect()
     wait_until(lambda: open_files() <= files)

@@ -37,7 +37,7 @@ class Way:
 
     def source(self, lease_id: str, **more: Any) -> Any:
         if self.sender is None:
-            return self.receiver.source(self.engine, lease_id, **more)
+            return self.receiver.source(self.engine, lease_id, self.engine.layout, **more)
         return self.receiver.source(self.sender.address, lease_id, **more)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longctx.serving import Engine, Event, Request, SamplingParams
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
-from longctx.serving.engine.metrics import StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread, Received
 
 GREEDY = SamplingParams(max_tokens=6)
@@ -158,19 +158,20 @@ def test_it_sleeps_when_there_is_nothing_to_do() -> None:
 
 
 def test_reports_say_whose_rows_a_step_has() -> None:
-    reports: list[StepReport] = []
+    reports: list[tuple[StepMetrics, Load]] = []
     with EngineThread(make_engine(prefix_cache=False)) as thread:
-        thread.on_step.append(lambda report: 1 / 0)  # is logged, and not called again
-        thread.on_step.append(reports.append)
+        thread.on_step.append(lambda step, load: 1 / 0)  # is logged, and not called again
+        thread.on_step.append(lambda *report: reports.append(report))
         request_id, sink = submit(thread, [1] * 40)
         sink.output()
         thread.wait_idle(5)
-    rows = [row for report in reports for row in report.rows]
+    rows = [row for step, _ in reports for row in step.rows]
     assert {row[0] for row in rows} == {request_id}
     assert [count for _, count, decodes in rows if not decodes] == [16, 16, 8]
-    assert reports[0].metrics.admitted == (request_id,)
-    assert reports[0].load.running == 1
-    assert reports[0].load.pages_held == sum(reports[0].load.pages_by_rank) > 0
+    step, load = reports[0]
+    assert step.admitted == (request_id,)
+    assert load.running == 1
+    assert load.pages_held == sum(load.pages_by_rank) > 0
     assert len(thread.on_step) == 1
 
 

@@ -118,7 +118,7 @@ def check_in_place(program: Any) -> None:
 def test_as_many_pages_fit_as_their_bytes_say() -> None:
     """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
     configs = [EngineConfig(page_size=8, max_running=10**5, token_budget=10**5, kv_dtype=x) for x in (None, FP8)]
-    exact, fp8 = (default_pages(oracle_of(1, 1).model, x, make_mesh(), jnp.float32, 256, 0) for x in configs)
+    exact, fp8 = (default_pages(oracle_of(1, 1).model, x, make_mesh(), jnp.float32, 256) for x in configs)
     assert fp8 == exact * 32 // 12
 
 

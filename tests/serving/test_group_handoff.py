@@ -11,12 +11,12 @@ from fake_store import FakeStore, LeaseSource, StoringExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_threads import run_processes
-from test_handoff import note, random_request, run, take_over, tokens
+from test_handoff import beginning, random_request, run, take_over, tokens
 from test_page_loads import storing_engine
 
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
-from longctx.serving.distributed.lockstep import LoadEnds
+from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Located
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.leases import LeaseGone
@@ -50,17 +50,6 @@ def member(group: ProcessGroup, plan: ParallelPlan, loses: float = 0.0) -> Engin
     return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, process_group=group)
 
 
-def leave(engine: Engine, requests: list[Request], steps: int) -> dict[str, list[Output]]:
-    """Let an engine give up all requests after some steps; what it has of them."""
-    outputs: dict[str, list[Output]] = {}
-    for _ in range(steps):
-        note(engine, outputs)
-    for request in requests:
-        engine.hand_off(str(request.request_id), f"lease {steps} {request.request_id}")
-    run(engine, outputs)
-    return outputs
-
-
 @given(
     seed=st.integers(0, 2**32),
     processes=st.integers(2, 3),
@@ -70,15 +59,16 @@ def leave(engine: Engine, requests: list[Request], steps: int) -> dict[str, list
 @settings(max_examples=3)
 def test_requests_move_in_and_out(seed: int, processes: int, plan: ParallelPlan, loses: float) -> None:
     random = np.random.default_rng(seed)
-    requests = [random_request(random, i, None, 9) for i in range(4)]
-    steps = random.integers(0, 12, 2).tolist()
+    requests = [random_request(random, i, 9) for i in range(4)]
+    counts = random.integers(1, 5, 2).tolist()
     alone, before, after = (storing_engine(FakeStore(), 400, each) for each in (plan, ParallelPlan(), ParallelPlan()))
     expected: dict[str, list[Output]] = {}
     for request in requests:
         alone.submit(request)
-        before.submit(request)
+        before.submit(beginning(request, counts[0], f"before {request.request_id}"))
     run(alone, expected)
-    outputs = leave(before, requests, steps[0])
+    outputs: dict[str, list[Output]] = {}
+    run(before, outputs)
     leases = [x.lease.lease_id for each in outputs.values() for x in each if x.lease is not None]
     pages = {lease_id: LeaseSource(before, lease_id) for lease_id in leases}
     sources = [SharedSources(pages) for _ in range(processes)]
@@ -89,8 +79,10 @@ def test_requests_move_in_and_out(seed: int, processes: int, plan: ParallelPlan,
             for request in requests:
                 there = sorted(outputs[str(request.request_id)], key=lambda output: output.index)
                 own = {x.lease.lease_id: pages[x.lease.lease_id] for x in there if x.lease is not None}
-                engine.submit(request, None, Handoff.of(there), own)
-            then, final = leave(engine, requests, steps[1]), dict[str, list[Output]]()
+                part = beginning(request, sum(counts), f"then {request.request_id}")
+                engine.submit(part, None, Handoff.of(there), own)
+            then, final = dict[str, list[Output]](), dict[str, list[Output]]()
+            run(engine, then)
             for request in requests:
                 take_over(after, engine, request, then[str(request.request_id)])
             run(after, final)
@@ -182,14 +174,14 @@ def test_leases_that_are_asked_for_elsewhere() -> None:
     """They are told apart from the ends of loads."""
 
     def act(group: ProcessGroup) -> Any:
-        ends = LoadEnds(group)
+        ends = Lockstep(group)
         if not group.is_first:
             ends.report_asked("a")
-            ends.report([Loaded("x", 3, 2.0)])
+            ends.report_loads([Loaded("x", 3, 2.0)])
             ends.report_asked("b")
             group.barrier("all is told")
             return None
         group.barrier("all is told")
-        return ends.asked(), ends.complete([Loaded("x", 4, 1.0)], {"x"}), ends.asked()
+        return ends.take_asked(), ends.complete_loads([Loaded("x", 4, 1.0)], {"x"}), ends.take_asked()
 
     assert run_processes(2, act)[0] == ({"a", "b"}, [Loaded("x", 3, 2.0)], set())

@@ -1,6 +1,7 @@
 """Requests that move between engines of different plans, on fake devices that check what each row sees."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from test_page_loads import PLANS, storing_engine
 from longctx.serving import Engine, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.request.handoff import Handoff, Progress
 from longctx.serving.request.output import TokenLogprob
-from longctx.serving.scheduler.sequence import State
 
 
 def run(engine: Engine, outputs: dict[str, list[Output]], events: dict[str, list[int]] | None = None) -> None:
@@ -38,19 +38,26 @@ def take_over(engine: Engine, other: Engine, request: Request, outputs: list[Out
     return engine.submit(request, None, handoff, {lease: LeaseSource(other, lease) for lease in leases})
 
 
-def random_request(random: np.random.Generator, number: int, lease: str | None, max_tokens: int) -> Request:
+def beginning(request: Request, count: int, lease: str) -> Request:
+    """The first tokens of a request, after which another engine goes on with the pages that are kept."""
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=count), lease=lease)
+
+
+def random_request(random: np.random.Generator, number: int, max_tokens: int) -> Request:
     n = int(random.integers(1, 4))
     sampling: dict[str, Any] = {"temperature": 1.0, "n": n, "seed": number} if random.random() < 0.5 else {}
     prompt = random.integers(0, VOCAB, random.integers(1, 30)).tolist()
     sampling |= {"max_tokens": max_tokens, "repetition_penalty": 1.5 if random.random() < 0.3 else 1.0}
-    return Request(prompt, SamplingParams(**sampling), f"r{number}", lease=lease)
+    return Request(prompt, SamplingParams(**sampling), f"r{number}")
 
 
 @given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS), st.sampled_from([0.0, 0.3]))
 @settings(max_examples=8)
-def test_requests_move_at_any_time(seed: int, plan: ParallelPlan, other: ParallelPlan, loses: float) -> None:
+def test_requests_move_after_any_number_of_tokens(
+    seed: int, plan: ParallelPlan, other: ParallelPlan, loses: float
+) -> None:
     random = np.random.default_rng(seed)
-    requests = [random_request(random, i, None, 9) for i in range(4)]
+    requests = [random_request(random, i, 9) for i in range(4)]
     expected: dict[str, list[Output]] = {}
     engine = storing_engine(None, 400, plan)
     for request in requests:
@@ -60,11 +67,7 @@ def test_requests_move_at_any_time(seed: int, plan: ParallelPlan, other: Paralle
     second = storing_engine(FakeStore(loses, seed), 40, other)
     outputs: dict[str, list[Output]] = {}
     for request in requests:
-        first.submit(request)
-    for _ in range(random.integers(0, 12)):
-        note(first, outputs)
-    for request in requests:
-        first.hand_off(str(request.request_id), f"lease-{request.request_id}")
+        first.submit(beginning(request, int(random.integers(1, 9)), f"lease-{request.request_id}"))
     run(first, outputs)
     final: dict[str, list[Output]] = {}
     events: dict[str, list[int]] = {}
@@ -93,17 +96,14 @@ def test_prefill_and_decode_apart(seed: int, plan: ParallelPlan, other: Parallel
     engine = storing_engine(None, 400, plan)
     prefill, decode = storing_engine(FakeStore(), 60, plan), storing_engine(FakeStore(), 60, other)
     outputs: dict[str, list[Output]] = {}
-    requests = [random_request(random, i, f"lease {i}", 6) for i in range(5)]
+    requests = [random_request(random, i, 6) for i in range(5)]
     for request in requests:
-        sampling, name = request.sampling, str(request.request_id)
-        engine.submit(Request(request.prompt, sampling, name))
-        one = SamplingParams(**(vars(sampling) | {"max_tokens": 1}))
-        prefill.submit(Request(request.prompt, one, name, lease=request.lease))
+        engine.submit(request)
+        prefill.submit(beginning(request, 1, f"lease {request.request_id}"))
     run(engine, expected)
     run(prefill, outputs)
     final: dict[str, list[Output]] = {}
     for request in requests:
-        request = Request(request.prompt, request.sampling, request.request_id)
         take_over(decode, prefill, request, outputs[str(request.request_id)])
     run(decode, final)
     for name, there in expected.items():
@@ -130,23 +130,6 @@ def test_a_lease_grows_while_its_request_runs() -> None:
     assert lengths == sorted(lengths)
     assert len({*lengths}) > 2
     assert lengths[-1] == 40
-
-
-@pytest.mark.parametrize("length", [6, 40])
-def test_what_later_stages_compute_still_does_not_go_along(length: int) -> None:
-    """Not before the first token is drawn, though all chunks of the prompt have begun."""
-    engine = storing_engine(FakeStore(), 60, ParallelPlan(stage=3))
-    engine.submit(Request([1] * 90, SamplingParams(max_tokens=1), "before"))
-    engine.submit(Request(np.arange(length).tolist(), SamplingParams(max_tokens=4), "r"))
-    job = engine.requests["r"]
-    while not (job.sequences and job.sequences[0].state is State.DECODING):
-        assert not any(event.request_id == "r" for event in engine.step())
-    engine.hand_off("r", "lease")
-    outputs: dict[str, list[Output]] = {}
-    run(engine, outputs)
-    (output,) = outputs["r"]
-    assert (output.token_ids, output.lease) == ([], None)
-    assert engine.core.pool.num_held == 0
 
 
 def test_a_cancelled_request_keeps_nothing() -> None:

@@ -136,7 +136,7 @@ def spans_of(*requests: Request, cancels: bool = False) -> tuple[dict[str, list[
     tracing = Tracing(exporter, "some/model", thread.engine.now)
     thread.on_end.append(tracing.note)
     if cancels:
-        thread.on_step.append(lambda report: [thread.cancel(row[0]) for row in report.rows])
+        thread.on_step.append(lambda step, load: [thread.cancel(row[0]) for row in step.rows])
     with thread:
         outputs = run(thread, *requests)
     tracing.close()

@@ -101,7 +101,7 @@ def test_progress_of_a_prompt_grows_to_its_length() -> None:
         return await watching
 
     with Served(num_pages=60, token_budget=8) as served:
-        served.thread.on_step.append(lambda report: time.sleep(0.01))  # steps that take longer than a message
+        served.thread.on_step.append(lambda step, load: time.sleep(0.01))  # steps that take longer than a message
         messages = asyncio.run(watch(served))
     told = [entry for message in messages for entry in message["reading"]]
     assert {(name, total) for name, _, total in told} == {("book", 200)}
@@ -133,7 +133,7 @@ def test_messages_are_no_more_than_one_an_interval_and_one_for_all_viewers() -> 
         return await asyncio.gather(*tasks), time.monotonic() - start
 
     with Served(interval=0.05, num_pages=60) as served:
-        served.thread.on_step.append(lambda report: time.sleep(0.002))
+        served.thread.on_step.append(lambda step, load: time.sleep(0.002))
         everyone, took = asyncio.run(watch(served))
     assert everyone[0][1:] == everyone[1][1:] == everyone[2][1:]
     assert 2 < len(everyone[0]) <= 2 + took / 0.05
@@ -153,7 +153,7 @@ def test_a_slow_viewer_misses_messages_and_holds_nothing() -> None:
         return kept, everything
 
     with Served(interval=0.001, num_pages=60) as served:
-        served.thread.on_step.append(lambda report: time.sleep(0.003))
+        served.thread.on_step.append(lambda step, load: time.sleep(0.003))
         kept, messages = asyncio.run(watch(served))
     assert len(messages) > BUFFERED + 10
     assert BUFFERED - 5 < len(kept) <= BUFFERED

@@ -201,9 +201,9 @@ def test_cancels_refusals_and_pages_are_counted() -> None:
     metrics.observe_refusal(refused.value.reason)
     held: dict[str, float] = {}
     thread.on_step.append(
-        lambda report: held.setdefault("pages", fresh(metrics).get_one("longctx:pages_held", rank="0"))
+        lambda step, load: held.setdefault("pages", fresh(metrics).get_one("longctx:pages_held", rank="0"))
     )
-    thread.on_step.append(lambda report: thread.cancel(first))
+    thread.on_step.append(lambda step, load: thread.cancel(first))
     with thread:
         assert ended.wait(30)
     got = fresh(metrics)

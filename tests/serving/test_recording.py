@@ -137,11 +137,11 @@ def test_failures_are_replayed(tmp_path: Path) -> None:
     assert len(baseline.durations) == 59
 
 
-def test_what_empties_the_cache_is_replayed(tmp_path: Path) -> None:
+def test_a_warm_up_between_requests_is_replayed(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
         engine = recorded_engine(recorder)
         first = drive(engine, 1)
-        with engine.lend_executor():
+        with pytest.raises(RuntimeError, match="not while it is recorded"), engine.lend_executor():
             pass
         engine.warm_up()
         second = drive(engine, 1)

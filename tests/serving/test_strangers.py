@@ -52,9 +52,9 @@ def undisturbed(act: Any, no_exit: list[int], caplog: pytest.LogCaptureFixture, 
             for port in group.ports:
                 act(port)
                 time.sleep(0.1)
-            group.broadcast({"kind": "step"})
+            group.broadcast(b"step")
         else:
-            assert group.receive().header["kind"] == "step"
+            assert group.receive() == b"step"
         return group.gather("number", group.process_id)
 
     began = time.monotonic()
@@ -95,17 +95,17 @@ def test_step_messages_are_for_processes_of_the_group_alone() -> None:
     def run(group: ProcessGroup) -> Any:
         group.barrier("that it has begun")
         if not group.is_first:
-            return group.receive().header["kind"]
+            return group.receive()
         key = derive_key(None)
         acts = [lambda: speak(group.ports[1], zmq.SUB, key, key.public, 1.5), lambda: send_later(group)]
         return in_threads(acts)[0]
 
-    assert run_processes(2, run) == [[], "step"]
+    assert run_processes(2, run) == [[], b"step"]
 
 
 def send_later(group: ProcessGroup) -> None:
     time.sleep(0.7)
-    group.broadcast({"kind": "step"})
+    group.broadcast(b"step")
 
 
 def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:

@@ -20,7 +20,7 @@ from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.engine.build import build_core
-from longctx.serving.engine.steps import run_step
+from longctx.serving.engine.core import run_step
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import RuntimePredictor

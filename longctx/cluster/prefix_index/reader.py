@@ -1,16 +1,16 @@
-"""`KvEventReader`: keeps an index by the KV events of many instances, in a thread of its own."""
+"""`KvEventReader`: keeps an index by the KV events of many instances, each in a thread of its own."""
 
+import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from longctx.cluster.prefix_index.connection import Connection, check_endpoint
 from longctx.cluster.prefix_index.events import MalformedMessage, decode, update_index
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.validation import check_text
@@ -20,12 +20,15 @@ logger = logging.getLogger(__name__)
 _MOST_BLOCKS = 100_000_000
 _MOST_ERRORS = 5  # malformed messages, after which a publisher is read no more
 _MOST_RESTARTS, _RESTARTS_WINDOW = 20, 60.0  # restarts within seconds, after which a publisher is read no more
-_MOST_WAITING = 10_000, 1 << 26  # messages, and their bytes, that wait for the end of a replay
 _MOST_REPLAYED = 100_000
 _MOST_TRIES = 3  # replays after which a missing message is given up
-_ROUND = 64  # messages of one publisher before it is another's turn
-_POLL = 50  # milliseconds until a call of `add` is noticed, at most
+_ROUND = 64  # messages that are read before it is seen whether the connection is there
+_POLL = 100  # milliseconds until a call of `remove` is noticed, at most
 _REPLAY_TIMEOUT = 10.0  # seconds without a message of a replay
+_LARGEST = 1 << 26  # bytes of a frame; a larger one ends the connection
+_WAITING = 10_000  # messages that ZeroMQ keeps; if more come, some are missed
+_HEARTBEAT = 5_000  # milliseconds
+_RECONNECT = 100, 5_000  # milliseconds: at first, and at most
 _LAST = b"\xff" * 8
 
 
@@ -37,7 +40,7 @@ class PublisherState(NamedTuple):
       is_live: it is read as it publishes; False: a replay goes on.
       is_whole: all of its messages are known, from the first on.
       excluded: why it is read no more; "": it is read.
-      messages, dropped_events, errors, gaps, restarts: counts. Dropped are events of unknown media.
+      messages, errors, gaps, restarts: counts.
     """
 
     is_connected: bool
@@ -45,7 +48,6 @@ class PublisherState(NamedTuple):
     is_whole: bool
     excluded: str
     messages: int
-    dropped_events: int
     errors: int
     gaps: int
     restarts: int
@@ -60,7 +62,7 @@ class KvEventReader:
     connection is there again, or until `remove`.
 
     Args:
-      index: is changed in this reader's thread.
+      index: is changed in this reader's threads.
       most_blocks: of one instance, over its tiers; more are malformed.
     """
 
@@ -68,11 +70,7 @@ class KvEventReader:
         self._index, self._most_blocks = index, most_blocks
         self._context = zmq.Context()
         self._publishers: dict[str, _Publisher] = {}
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_closing = False
-        self._poller = zmq.Poller()
-        self._thread = threading.Thread(target=self._run, name="longctx-kv-reader", daemon=True)
-        self._thread.start()
+        self._ending: dict[str, _Publisher] = {}
 
     def add(self, instance: str, endpoint: str, replay: str | None = None, topic: str = "") -> None:
         """Read an instance's events from now on; if it is read already, from the beginning.
@@ -91,11 +89,19 @@ class KvEventReader:
         if replay is not None:
             check_endpoint("replay", replay)
         prefix = check_text("topic", topic).encode()
-        self._calls.put(lambda: self._add(instance, endpoint, replay, prefix))
+        self.remove(instance)
+        before = self._ending.get(instance)
+        publisher = _Publisher(
+            instance, endpoint, replay, prefix, self._context, self._index, self._most_blocks, before
+        )
+        self._publishers[instance] = publisher
+        publisher.start()
 
     def remove(self, instance: str) -> None:
         """Read an instance no more, and clear what it holds."""
-        self._calls.put(lambda: self._remove(instance))
+        if (publisher := self._publishers.pop(instance, None)) is not None:
+            publisher.is_closing = True
+            self._ending[instance] = publisher
 
     @property
     def publishers(self) -> dict[str, PublisherState]:
@@ -103,254 +109,219 @@ class KvEventReader:
         return {name: publisher.state for name, publisher in list(self._publishers.items())}
 
     def close(self) -> None:
-        """End the thread; the index stays as it is."""
-        self._is_closing = True
-        self._thread.join()
-
-    # In the thread.
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                ready = dict(self._poller.poll(_POLL))
-                while not self._calls.empty():
-                    self._calls.get()()
-                for publisher in list(self._publishers.values()):
-                    publisher.read(ready)
-        finally:
-            for publisher in self._publishers.values():
-                publisher.close()
-            self._context.destroy(linger=0)
-
-    def _add(self, instance: str, endpoint: str, replay: str | None, topic: bytes) -> None:
-        self._remove(instance)
-        try:
-            connection = Connection(self._context, self._poller, endpoint, replay, topic)
-        except zmq.ZMQError as error:
-            logger.warning("KV events of %s can't be read: %s", instance, error)
-            return
-        self._publishers[instance] = _Publisher(instance, connection, self._index, self._most_blocks)
-
-    def _remove(self, instance: str) -> None:
-        if (publisher := self._publishers.pop(instance, None)) is not None:
-            publisher.close()
-            self._index.clear(instance)
+        """End all threads, and clear the index."""
+        for name in list(self._publishers):
+            self.remove(name)
+        for publisher in self._ending.values():
+            publisher.join()
+        self._context.destroy(linger=0)
 
 
-class Follower:
-    """Order of one publisher's messages, without sockets or clock: the caller brings what comes.
+class _Publisher(threading.Thread):
+    """Thread that reads one instance's events in order.
 
     Messages are numbered from 0. Where a number is missing or goes back, or the connection was lost, all that was said
     is cleared, and all messages that the publisher keeps are asked for. Live messages wait until this replay ends.
 
     Args:
-      apply: takes the payload of the next message.
-      clear: forgets all that the publisher has said.
-      ask: starts a replay of all messages that are kept, and ends the one before it; None: there is no replay.
+      before: reads the same instance, and is about to end.
 
     Attributes:
-      expected: the number of the next message; None: any.
-      is_syncing: a replay goes on.
-      is_whole: each message from number 0 on has been applied.
-      gaps, restarts: how many there were.
+      is_closing: set by others, to end it.
+      excluded: why it has ended by itself.
     """
 
     def __init__(
-        self, apply: Callable[[bytes], object], clear: Callable[[], object], ask: Callable[[], object] | None
+        self,
+        instance: str,
+        endpoint: str,
+        replay: str | None,
+        topic: bytes,
+        context: zmq.Context,
+        index: PrefixIndex,
+        most_blocks: int,
+        before: "_Publisher | None",
     ) -> None:
-        self._apply, self._clear, self._ask = apply, clear, ask
-        self.expected: int | None = None
-        self.is_syncing = self.is_whole = False
-        self.gaps = self.restarts = 0
-        self._last_live = -1
-        self._tries = self._num_replayed = 0
-        self._waiting: deque[tuple[int, bytes]] = deque()
-        self._waiting_bytes = 0
-
-    def begin(self) -> None:
-        """Clear and ask for everything: at first, and after the connection was lost."""
-        self._last_live, self._tries = -1, 0
-        self._drop_waiting()
-        self._resubscribe()
-
-    def restart(self) -> None:
-        """Begin again, as the publisher is another one, or has sent a malformed message."""
-        self.restarts += 1
-        self.begin()
-
-    def live(self, number: int, payload: bytes) -> None:
-        """Take a message that has come as it was published."""
-        if number <= self._last_live:
-            self.restart()
-        self._last_live = number
-        messages, size = _MOST_WAITING
-        if len(self._waiting) == messages or self._waiting_bytes + len(payload) > size:
-            self._drop_waiting()  # they are missed then, and asked for
-        self._waiting.append((number, payload))
-        self._waiting_bytes += len(payload)
-        if not self.is_syncing:
-            self._go_on()
-
-    def replayed(self, number: int, payload: bytes) -> None:
-        """Take a message of the replay.
-
-        Raises:
-          MalformedMessage: the replay has a gap, or no end.
-        """
-        if not self.is_syncing:
-            return
-        if self.expected is not None and number != self.expected:
-            raise MalformedMessage(f"message {number} is replayed in place of {self.expected}")
-        if self._num_replayed == _MOST_REPLAYED:
-            raise MalformedMessage(f"more than {_MOST_REPLAYED} messages are replayed")
-        self._num_replayed += 1
-        self._take(number, payload)
-
-    def replay_ended(self) -> None:
-        """Go on with the messages that have waited."""
-        if self.is_syncing:
-            if self.expected is None:  # nothing has been published
-                self.expected, self.is_whole = 0, True
-            self._go_on()
-
-    def replay_failed(self) -> None:
-        """Ask for the replay again; after 3 times go on without it."""
-        if self.is_syncing:
-            self._resubscribe()
-            if not self.is_syncing:
-                self._go_on()
-
-    def _resubscribe(self) -> None:
-        self._clear()
-        self.expected, self.is_whole, self._num_replayed = None, False, 0
-        self.is_syncing = self._ask is not None and self._tries < _MOST_TRIES
-        if self._ask is not None and self.is_syncing:
-            self._tries += 1
-            self._ask()
-
-    def _go_on(self) -> None:
-        """Take the messages that wait, up to the first that follows a gap."""
-        self.is_syncing = False
-        while self._waiting:
-            number, payload = self._waiting[0]
-            if self.expected is not None and number > self.expected:
-                self.gaps += not self._tries
-                self._resubscribe()
-                if self.is_syncing:
-                    return
-            self._waiting.popleft()
-            self._waiting_bytes -= len(payload)
-            if self.expected is None or number == self.expected:  # else the replay had it
-                self._take(number, payload)
-        self._tries = 0
-
-    def _drop_waiting(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
-
-    def _take(self, number: int, payload: bytes) -> None:
-        if self.expected is None:
-            self.is_whole = number == 0
-        self.expected = number + 1
-        self._apply(payload)
-
-
-class _Publisher:
-    """One instance's sockets, and what has come of them."""
-
-    def __init__(self, name: str, connection: Connection, index: PrefixIndex, most_blocks: int) -> None:
-        self._name, self._connection, self._index, self._most_blocks = name, connection, index, most_blocks
-        self._messages = self._dropped = self._errors = 0
-        self._excluded = ""
-        self._answered = self._window = time.monotonic()
-        self._restarts = 0  # before the window
-        self._follower = Follower(self._apply, self._clear, self._ask if connection.has_replay else None)
-        self._follower.begin()
+        super().__init__(name=f"longctx-kv-reader {instance}", daemon=True)
+        self._instance, self._endpoint, self._replay, self._topic = instance, endpoint, replay, topic
+        self._context, self._index, self._most_blocks, self._before = context, index, most_blocks, before
+        self.is_closing = self._is_connected = self._is_whole = False
+        self.excluded = ""
+        self._messages = self._errors = self._gaps = self._num_restarts = 0
+        self._restarts: deque[float] = deque(maxlen=_MOST_RESTARTS + 1)  # when the last ones were
+        self._sub, self._dealer = self._socket(zmq.SUB), self._socket(zmq.DEALER)
+        self._source: zmq.Socket | None = None  # that is read: the replay's, then the live one; None: none yet
+        self._expected: int | None = None  # the number of the next message; None: any
+        self._pending: tuple[int, bytes] | None = None  # a live message that follows a gap
+        self._last_live, self._tries, self._num_replayed, self._answered = -1, 0, 0, 0.0
 
     @property
     def state(self) -> PublisherState:
-        follower, connection = self._follower, self._connection
-        is_live = connection.is_connected and not follower.is_syncing and not self._excluded
-        counts = self._messages, self._dropped, self._errors, follower.gaps, follower.restarts
-        return PublisherState(connection.is_connected, is_live, is_live and follower.is_whole, self._excluded, *counts)
+        is_live = self._is_connected and self._source is self._sub and not self.excluded
+        counts = self._messages, self._errors, self._gaps, self._num_restarts
+        return PublisherState(self._is_connected, is_live, is_live and self._is_whole, self.excluded, *counts)
 
-    def read(self, ready: dict[object, int]) -> None:
-        """Read some of what has come."""
-        if self._excluded:
-            return
-        connection, follower = self._connection, self._follower
+    def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
-            if connection.has_reconnected(ready):
-                follower.begin()
-            # The replay is read first, as live messages wait for it.
-            for frames in connection.replayed(ready, _ROUND):
-                self._answered = time.monotonic()
-                self._replayed(frames)
-            for frames in connection.live(ready, _ROUND):
-                self._live(frames)
-            self._check_restarts()
-            if not connection.is_connected:
-                self._answered = time.monotonic()  # it may not have started yet
-            if follower.is_syncing and time.monotonic() - self._answered > _REPLAY_TIMEOUT:
-                self._answered = time.monotonic()
-                logger.warning("KV events of %s: a replay does not end", self._name)
-                follower.replay_failed()
-        except MalformedMessage as error:
-            self._fail(str(error))
+            self._sub.subscribe(self._topic)
+            self._sub.connect(self._endpoint)
+            while not (self.is_closing or self.excluded):
+                try:
+                    self._step(monitor)
+                except MalformedMessage as error:
+                    self._fail(str(error))
         except Exception as error:  # the others are read on, whatever it is
-            logger.exception("KV events of %s", self._name)
-            self._exclude(f"{type(error).__name__}: {error}")
+            logger.exception("KV events of %s", self._instance)
+            self.excluded = f"{type(error).__name__}: {error}"
+        finally:
+            self._sub.disable_monitor()
+            for socket in (monitor, self._sub, self._dealer):
+                socket.close(linger=0)
+            self._index.clear(self._instance)
 
-    def close(self) -> None:
-        self._connection.close()
+    def _step(self, monitor: zmq.Socket) -> None:
+        """Read some of what has come."""
+        source, poller = self._source, zmq.Poller()
+        for socket in (monitor, source):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        ready = dict(poller.poll(_POLL))
+        if monitor in ready:
+            self._is_connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._is_connected:
+                self._begin()
+        elif source in ready:
+            for _ in range(_ROUND):
+                try:
+                    frames = source.recv_multipart(zmq.NOBLOCK)  # type: ignore[union-attr]
+                except zmq.Again:
+                    return
+                self._read_live(frames) if source is self._sub else self._read_replayed(frames)
+                if self._source is not source:
+                    return
+        elif not self._is_connected:
+            self._answered = time.monotonic()
+        elif source is self._dealer and time.monotonic() - self._answered > _REPLAY_TIMEOUT:
+            logger.warning("KV events of %s: a replay does not end", self._instance)
+            self._resync()
 
-    def _check_restarts(self) -> None:
-        now, restarts = time.monotonic(), self._follower.restarts
-        if now - self._window > _RESTARTS_WINDOW:
-            self._window, self._restarts = now, restarts
-        elif restarts - self._restarts > _MOST_RESTARTS:
-            self._exclude(
-                f"its numbers went back {restarts - self._restarts} times within {_RESTARTS_WINDOW:g} seconds"
-            )
+    def _begin(self) -> None:
+        """Forget what was said, and ask for everything: over a new connection, or after a malformed message."""
+        self._last_live, self._tries, self._pending = -1, 0, None
+        if self._replay is not None:  # which has what waits, too; another publisher may have sent it
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._sub.recv_multipart(zmq.NOBLOCK)
+        self._resync()
 
-    def _live(self, frames: list[bytes]) -> None:
+    def _resync(self) -> None:
+        """Forget what was said, and ask for all that is kept; not after 3 times: then go on with what comes."""
+        self._index.clear(self._instance)
+        self._expected, self._is_whole, self._num_replayed = None, False, 0
+        if self._replay is None or self._tries == _MOST_TRIES:
+            self._go_live()
+            return
+        self._tries += 1
+        self._dealer.close(linger=0)  # answers to an earlier request come no more
+        self._dealer = self._source = self._socket(zmq.DEALER)
+        self._dealer.connect(self._replay)
+        self._dealer.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
+        self._answered = time.monotonic()
+
+    def _go_live(self) -> None:
+        self._source = self._sub
+        self._take_pending()
+
+    def _read_replayed(self, frames: list[bytes]) -> None:
+        if len(frames) != 4 or frames[0] or len(frames[2]) != 8:
+            raise MalformedMessage("an answer is not an empty frame, a topic, a number of 8 bytes and a payload")
+        self._answered = time.monotonic()
+        if frames[2] == _LAST:
+            if self._expected is None:  # nothing has been published
+                self._expected, self._is_whole = 0, True
+            self._go_live()
+            return
+        number = int.from_bytes(frames[2], "big")
+        if self._expected is not None and number != self._expected:
+            raise MalformedMessage(f"message {number} is replayed in place of {self._expected}")
+        if self._num_replayed == _MOST_REPLAYED:
+            raise MalformedMessage(f"more than {_MOST_REPLAYED} messages are replayed")
+        self._num_replayed += 1
+        self._take(number, frames[3])
+
+    def _read_live(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8 or frames[1] == _LAST:
             raise MalformedMessage("a message is not a topic, a number of 8 bytes and a payload")
-        self._messages += 1
-        self._follower.live(int.from_bytes(frames[1], "big"), frames[2])
-
-    def _replayed(self, frames: list[bytes]) -> None:
-        # An empty frame, a topic (since 2026; before there was none), a number and a payload.
-        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
-            raise MalformedMessage("an answer is not an empty frame, a topic, a number of 8 bytes and a payload")
-        if frames[-2] == _LAST:
-            self._follower.replay_ended()
+        number = int.from_bytes(frames[1], "big")
+        goes_back, self._last_live = number <= self._last_live, number
+        self._pending = number, frames[2]
+        if goes_back:  # the publisher is another one
+            self._note_restart()
+            self._tries = 0
+            self._resync()
         else:
-            self._messages += 1
-            self._follower.replayed(int.from_bytes(frames[-2], "big"), frames[-1])
+            self._take_pending()
 
-    def _ask(self) -> None:
-        self._answered = time.monotonic()
-        self._connection.ask()
+    def _take_pending(self) -> None:
+        """Take the live message that waits, unless it follows a gap."""
+        if self._pending is None:
+            self._tries = 0
+            return
+        number, payload = self._pending
+        if self._expected is not None and number > self._expected:
+            self._gaps += not self._tries
+            self._resync()
+            return
+        self._pending, self._tries = None, 0
+        if self._expected is None or number == self._expected:  # else the replay had it
+            self._take(number, payload)
 
-    def _apply(self, payload: bytes) -> None:
-        batch = decode(payload)
-        self._dropped += batch.dropped
-        update_index(self._index, self._name, batch, self._most_blocks)
+    def _take(self, number: int, payload: bytes) -> None:
+        self._messages += 1
+        if self._expected is None:
+            self._is_whole = number == 0
+        self._expected = number + 1
+        update_index(self._index, self._instance, decode(payload), self._most_blocks)
 
-    def _clear(self) -> None:
-        self._index.clear(self._name)
+    def _note_restart(self) -> None:
+        self._num_restarts += 1
+        self._restarts.append(time.monotonic())
+        if len(self._restarts) > _MOST_RESTARTS and self._restarts[-1] - self._restarts[0] < _RESTARTS_WINDOW:
+            self.excluded = f"its numbers went back {_MOST_RESTARTS} times within {_RESTARTS_WINDOW:g} seconds"
 
     def _fail(self, error: str) -> None:
         """Count an error. The changes that the message told of are unknown, so everything is asked for again."""
         self._errors += 1
-        logger.warning("KV events of %s: %s", self._name, error)
-        if self._errors < _MOST_ERRORS:
-            self._follower.restart()
+        logger.warning("KV events of %s: %s", self._instance, error)
+        if self._errors == _MOST_ERRORS:
+            self.excluded = error
         else:
-            self._exclude(error)
+            self._num_restarts += 1
+            self._begin()
 
-    def _exclude(self, error: str) -> None:
-        self._excluded = error
-        self.close()
-        self._clear()
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.rcvhwm, socket.maxmsgsize = _WAITING, _LARGEST
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT, 4 * _HEARTBEAT
+        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT
+        return socket
+
+
+def check_endpoint(name: str, endpoint: object) -> None:
+    """Check an address to connect to: "tcp://host:port", or one of `ipc`."""
+    text = check_text(name, endpoint)
+    expected = f'{name} must be an address such as "tcp://10.0.0.5:5557"'
+    try:
+        parts = urlsplit(text)
+        port = parts.port if parts.scheme == "tcp" else 1
+    except ValueError as error:
+        raise ValueError(f"{expected}, got {text[:200]!r}: {error}") from error
+    is_path = parts.scheme == "ipc" and len(text) > len("ipc://")
+    is_host = parts.scheme == "tcp" and parts.hostname not in (None, "", "*") and port and not parts.path
+    if len(text) > 500 or not text.isprintable() or not (is_path or is_host):
+        raise ValueError(f"{expected}, got {text[:200]!r}")

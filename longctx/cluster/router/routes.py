@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -81,26 +81,16 @@ def _cluster_router(server: RouterServer) -> APIRouter:
             raise ApiError(400, str(error), "url", "instance_not_added") from None
         return JSONResponse({"name": instance.name, "state": instance.state, "role": instance.role})
 
-    @router.post("/cluster/remove", openapi_extra=body_of(InstanceBody))
-    async def remove(request: Request) -> JSONResponse:
-        """Forget an instance; what it has goes on elsewhere."""
-        instance, _ = await find(request)
-        instances.drop(instance)
-        return JSONResponse({"name": instance.name, "state": "removed"})
+    def add(name: str, change: Callable[[Instance], object], description: str) -> None:
+        @router.post(f"/cluster/{name}", openapi_extra=body_of(InstanceBody), name=name, description=description)
+        async def command(request: Request) -> JSONResponse:
+            instance, _ = await find(request)
+            change(instance)
+            return JSONResponse({"name": instance.name, "state": instance.state})
 
-    @router.post("/cluster/drain", openapi_extra=body_of(InstanceBody))
-    async def drain(request: Request) -> JSONResponse:
-        """Give an instance nothing more; what it has goes on."""
-        instance, _ = await find(request)
-        instances.drain(instance)
-        return JSONResponse({"name": instance.name, "state": instance.state})
-
-    @router.post("/cluster/restore", openapi_extra=body_of(InstanceBody))
-    async def restore(request: Request) -> JSONResponse:
-        """The opposite of drain; one that was excluded may join again at once."""
-        instance, _ = await find(request)
-        instances.restore(instance)
-        return JSONResponse({"name": instance.name, "state": instance.state})
+    add("remove", instances.drop, "Forget an instance; what it has goes on elsewhere.")
+    add("drain", instances.drain, "Give an instance nothing more; what it has goes on.")
+    add("restore", instances.restore, "The opposite of drain; one that was excluded may join again at once.")
 
     @router.post("/cluster/role", openapi_extra=body_of(RoleBody))
     async def set_role(request: Request) -> JSONResponse:
@@ -126,7 +116,8 @@ def _describe(server: RouterServer) -> list[dict[str, Any]]:
             "reason": each.reason or None,
             "requests": len(each.followers),
             "heard_seconds": round(now - each.heard, 3),
-            "token_usage": None if each.load is None else each.load.token_usage,
+            "token_usage": 0.0 if each.load is None else each.load.token_usage,
+            "pages": each.info.max_total_num_tokens // each.info.page_size if each.is_member and each.info else 0,
             "estimates": views.get(each.name),
             "blocks": {tier: server.index.blocks(each.name, tier) for tier in TIERS},
             "kv_events": publishers[each.name]._asdict() if each.name in publishers else None,
@@ -136,22 +127,17 @@ def _describe(server: RouterServer) -> list[dict[str, Any]]:
 
 
 def _loads_router(server: RouterServer) -> APIRouter:
-    """Make routes by whose names other routers and balancers ask how busy a server is; `/v1/caches` is refused."""
+    """Make the routes that say how busy the cluster is, and what it is."""
     router = APIRouter(tags=["introspection"])
 
     @router.get("/load")
     async def load() -> JSONResponse:
         """Load of the cluster: its requests, the loads of its pools, and each instance."""
-        cluster, members = server.cluster, _member_loads(server)
+        cluster = server.cluster
         return JSONResponse(
             {
-                "server_load": cluster.num_requests,
-                "num_reqs": cluster.num_requests,
                 "num_running_reqs": cluster.num_running,
                 "num_waiting_reqs": cluster.num_waiting,
-                "num_used_tokens": sum(each["num_used_tokens"] for each in members),
-                "max_total_num_tokens": sum(each["max_total_num_tokens"] for each in members),
-                "backlog_seconds": max((each["backlog_seconds"] for each in members), default=0.0),
                 "loads": {pool: _finite(value) for pool, value in server.loads().items()},
                 "draining": server.is_draining,
                 "time": time.time(),
@@ -159,21 +145,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
             }
         )
 
-    @router.get("/loads")
-    @router.get("/v1/loads")
-    async def loads() -> JSONResponse:
-        """The same, as a list of one for each member."""
-        each = _member_loads(server)
-        count = {"timestamp": time.time(), "version": server.version, "dp_rank_count": len(each)}
-        return JSONResponse(count | {"loads": each})
-
-    @router.get("/get_load")
-    async def get_load() -> JSONResponse:
-        """The same, as older routers ask for it."""
-        return JSONResponse(_member_loads(server))
-
     @router.get("/server_info")
-    @router.get("/get_server_info")
     async def server_info() -> JSONResponse:
         """Description of the cluster, without paths and keys."""
         config = server.conductor.config
@@ -181,7 +153,6 @@ def _loads_router(server: RouterServer) -> APIRouter:
             {
                 "version": server.version,
                 "served_model_name": server.model_name,
-                "model_path": server.model_name,
                 "max_model_len": server.max_length,
                 "vocab_size": server.vocab_size,
                 "instances": len(server.instances.members),
@@ -193,41 +164,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
             }
         )
 
-    @router.api_route("/v1/caches", methods=["GET", "POST"], include_in_schema=False)
-    @router.api_route("/v1/caches/{cache_id}", methods=["GET", "DELETE"], include_in_schema=False)
-    async def caches() -> None:
-        """Documents are kept by instances, not by a cluster."""
-        message = "a cluster keeps no documents by name: send the whole prompt, whose pages are found where they are"
-        raise ApiError(501, message, code="caches_are_off", headers={"x-should-retry": "false"})
-
     return router
-
-
-def _member_loads(server: RouterServer) -> list[dict[str, Any]]:
-    """Return what each member said last, by the names of an engine's `/load`."""
-    found = []
-    for rank, instance in enumerate(server.instances.members):
-        load, info = instance.load, instance.info
-        assert info is not None, "a member has said what it is"
-        most = info.max_total_num_tokens
-        used = 0 if load is None else round(load.token_usage * most)
-        running = 0 if load is None else load.num_running_reqs
-        waiting = 0 if load is None else load.num_waiting_reqs
-        found.append(
-            {
-                "dp_rank": rank,
-                "instance": instance.name,
-                "num_reqs": running + waiting,
-                "num_running_reqs": running,
-                "num_waiting_reqs": waiting,
-                "num_tokens": used,
-                "num_used_tokens": used,
-                "max_total_num_tokens": most,
-                "token_usage": used / most,
-                "backlog_seconds": 0.0 if load is None else load.backlog_seconds,
-            }
-        )
-    return found
 
 
 def _page_router(server: RouterServer) -> APIRouter:
@@ -248,39 +185,22 @@ class _ClusterFeed(PageFeed):
         self._server = server
 
     def _message(self, is_first: bool) -> str:
-        server = self._server
-        instances = [*self._instances()]
+        server, instances = self._server, _describe(self._server)
+        queues = [each["estimates"]["queue_seconds"] for each in instances if each["estimates"]]
         load = {
             "time": round(time.monotonic(), 3),
             "running": server.cluster.num_running,
             "waiting": server.cluster.num_waiting,
-            "backlog": max((each["queue"] or 0.0 for each in instances), default=0.0),
+            "backlog": max(
+                (each["estimates"]["queue_seconds"] for each in instances if each["estimates"]), default=0.0
+            ),
             "pages": sum(each["pages"] for each in instances),
             "cached": server.index.num_blocks,
-            "held": [each["held"] for each in instances],
+            "held": [round(each["token_usage"] * each["pages"]) for each in instances],
         }
         pools = {name: _finite(round(value, 3)) for name, value in server.loads().items()}
         message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": self._ended(is_first)}
         return json.dumps(message | {"instances": instances, "pools": pools}, separators=(",", ":"))
-
-    def _instances(self) -> Iterable[dict[str, Any]]:
-        server = self._server
-        views = {view.name: view for view in server.conductor.instances(server.now())}
-        for each in server.instances:
-            view, info = views.get(each.name), each.info
-            pages = 0 if info is None or view is None else info.max_total_num_tokens // info.page_size
-            yield {
-                "name": each.name,
-                "role": each.role,
-                "state": each.state,
-                "reason": each.reason,
-                "queue": None if view is None else round(view.queue_seconds, 3),
-                "decoding": 0 if view is None else view.decoding,
-                "requests": 0 if view is None else view.open_requests,
-                "pages": pages,
-                "held": 0 if each.load is None else round(each.load.token_usage * pages),
-                "blocks": [server.index.blocks(each.name, tier) for tier in TIERS],
-            }
 
 
 def _finite(value: float) -> float | None:

@@ -1,5 +1,4 @@
 from .lease import Exporter as Exporter
-from .lease import Lease as Lease
 from .lease import LeaseGone as LeaseGone
 from .lease import make_lease_id as make_lease_id
 from .local import LocalReceiver as LocalReceiver

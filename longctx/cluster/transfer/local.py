@@ -6,15 +6,16 @@
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageFetch
+from longctx.serving.kv_cache.connector import PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -43,18 +44,19 @@ class LocalReceiver:
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import Lease, LocalReceiver, make_lease_id
+      >>> from longctx.cluster.transfer import LocalReceiver, make_lease_id
       >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
-      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
+      >>> lease = LeasedPages(None, keys, pages=[0, 1, 2], length=12, total=12)
       >>> read = Future()
       >>> read.set_result([PageBlock(0, layout.whole, pages)])
-      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
-      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
+      >>> shelf = SimpleNamespace(lease=lambda lease_id: lease, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> receiver = LocalReceiver(layout)
-      >>> source = receiver.source(shelf, lease.lease_id)
+      >>> source = receiver.source(shelf, make_lease_id(), layout)
       >>> woken = threading.Event()
       >>> fetch = source.fetch(keys, woken.set)
       >>> while not fetch.is_over:
@@ -81,20 +83,20 @@ class LocalReceiver:
         self.stats = TransferStats()
 
     def source(
-        self, exporter: Exporter, lease_id: str, fingerprint: bytes = b"", release: bool = True
+        self, exporter: Exporter, lease_id: str, layout: PageLayout, fingerprint: bytes = b"", release: bool = True
     ) -> "LocalSource":
         """Make the source of the pages of one lease.
 
         Args:
           exporter: the engine that has them.
           lease_id: of the lease.
-          fingerprint: of the model and weights of that engine; pages of others are refused.
+          layout, fingerprint: of the pages of that engine; others are refused.
           release: whether the end of a fetch releases the lease.
 
         Returns:
           A `LeasedSource`.
         """
-        return LocalSource(self, exporter, lease_id, fingerprint, release)
+        return LocalSource(self, exporter, lease_id, layout, fingerprint, release)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,25 +106,39 @@ class LocalSource:
     receiver: LocalReceiver
     exporter: Exporter
     lease_id: str
+    layout: PageLayout
     fingerprint: bytes
     releases: bool
 
     def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
-        receiver = self.receiver
+        receiver, deadline = self.receiver, time.monotonic() + self.receiver.options.deadline
         window = threading.Semaphore(receiver.options.window_blocks)
-        closed = threading.Event()
 
         def on_close() -> None:
-            closed.set()
             window.release()
             if self.releases:
                 self.release()
 
-        def run() -> None:
-            arrivals.end(self._copy(list(keys), arrivals, window, closed))
+        arrivals = Arrivals(
+            len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats.add_outcome
+        )
 
-        on_taken, on_outcome = lambda tag: window.release(), receiver.stats.add_outcome
-        arrivals = Arrivals(len(keys), receiver.part, wake, on_taken, on_close, on_outcome)
+        def run() -> None:
+            try:
+                for block in self._blocks(list(keys), lambda: arrivals.is_closed or time.monotonic() > deadline):
+                    if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                        break
+                    receiver.stats.add_block(block.data.nbytes)
+                    if not arrivals.put(block, None):
+                        break
+                arrivals.end("late" if time.monotonic() > deadline else "ended")
+            except (LeaseGone, ValueError) as error:
+                _LOG.warning("longctx: a transfer ended: %s", error)
+                arrivals.end("ended" if arrivals.num_come else "refused")
+            except Exception:
+                _LOG.exception("longctx: a transfer failed")
+                arrivals.end("failed")
+
         threading.Thread(target=run, name="longctx local transfer", daemon=True).start()
         return arrivals
 
@@ -130,31 +146,11 @@ class LocalSource:
         """Release the lease: it will not be fetched."""
         self.exporter.release(self.lease_id)
 
-    def _copy(
-        self, keys: list[Key], arrivals: Arrivals, window: threading.Semaphore, closed: threading.Event
-    ) -> Outcome:
-        receiver, deadline = self.receiver, time.monotonic() + self.receiver.options.deadline
-        try:
-            lease = self.exporter.open(self.lease_id)
-            receiver.layout.check_same(lease.layout, f"lease {self.lease_id}")
-            if self.fingerprint != receiver.fingerprint:
-                raise ValueError("the pages are of another model or of other weights")
-            wanted = find_wanted(lease, keys, receiver.part)
-        except (LeaseGone, ValueError) as error:
-            _LOG.warning("longctx: a transfer was refused: %s", error)
-            return "refused"
-        is_closed = lambda: closed.is_set() or time.monotonic() > deadline  # noqa: E731
-        try:
-            for block in export_pages(self.exporter, lease, wanted, receiver.options, is_closed):
-                if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    return "late"
-                receiver.stats.add_block(block.data.nbytes)
-                if not arrivals.put(block, None):
-                    break
-        except LeaseGone as error:
-            _LOG.warning("longctx: a transfer ended: %s", error)
-            return "ended"
-        except Exception:
-            _LOG.exception("longctx: a transfer failed")
-            return "failed"
-        return "late" if time.monotonic() > deadline else "ended"
+    def _blocks(self, keys: list[Key], is_closed: Callable[[], bool]) -> Iterator[PageBlock]:
+        """Yield the pages. Raises LeaseGone, or ValueError: the engines or keys don't fit together."""
+        receiver = self.receiver
+        receiver.layout.check_same(self.layout, f"lease {self.lease_id}")
+        if self.fingerprint != receiver.fingerprint:
+            raise ValueError("the pages are of another model or of other weights")
+        wanted = find_wanted(self.exporter.lease(self.lease_id).keys, keys, receiver.part, self.layout)
+        yield from export_pages(self.exporter, self.lease_id, self.layout, wanted, receiver.options, is_closed)

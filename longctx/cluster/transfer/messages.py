@@ -4,6 +4,7 @@ A message is one or two frames: a header, and for a block its bytes. The header 
 of XXH3 over what is before; it says what XXH3 the block's bytes have. Nothing that is read can name a type or run code.
 """
 
+import math
 from collections.abc import Sequence as List
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +13,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
+from longctx.cluster.transfer.stats import Outcome
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
 VERSION = 2
@@ -127,11 +129,21 @@ _T = TypeVar("_T")
 
 
 class Malformed(ValueError):
-    """A message that is none of the protocol."""
+    """A message that is none of the protocol; or one of its kinds below."""
+
+    outcome: Outcome = "malformed"
 
 
-class Corrupt(ValueError):
+class Corrupt(Malformed):
     """Bytes whose checksum is wrong."""
+
+    outcome = "corrupt"
+
+
+class Lost(Malformed):
+    """A message between two others has not come."""
+
+    outcome = "lost"
 
 
 def encode(message: FromReceiver | FromSender) -> bytes:
@@ -166,8 +178,17 @@ def part_of(message: Open | Block) -> PageSlice:
     return PageSlice(message.layers, message.heads)
 
 
-def to_array(data: Any, shape: List[int], layout: PageLayout) -> np.ndarray:
-    """View a block's bytes as an array, without a copy."""
+def to_array(data: Any, digest: bytes, shape: List[int], layout: PageLayout) -> np.ndarray:
+    """View a block's bytes as an array, without a copy.
+
+    Raises:
+      Malformed: it has not as many bytes as it says. Corrupt: its checksum is wrong.
+    """
+    num_bytes = math.prod(shape) * layout.bits.itemsize
+    if len(data) != num_bytes:
+        raise Malformed(f"a block of shape {shape} must have {num_bytes} bytes, got {len(data)}")
+    if digest_of(data) != digest:
+        raise Corrupt("the bytes of a block have a wrong checksum")
     return np.frombuffer(data, np.uint8).view(layout.bits).reshape(shape)
 
 

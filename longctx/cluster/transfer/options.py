@@ -14,12 +14,11 @@ class TransferOptions:
       block_bytes: the most bytes of one message, at least those of one layer of a page.
       read_bytes: how much a sender reads from the devices at once, in bytes; one page at least.
       window_blocks: how many blocks a receiver grants to one transfer ahead of what it has taken.
-      max_blocks: how many blocks it grants to all of them. With `block_bytes` this bounds its memory.
+      max_blocks: how many blocks it grants to all, one to each apart. With `block_bytes` this bounds its memory.
       queue_bytes: bytes that a sender has on their way to one receiver, at most, whatever that one grants.
       max_queue_bytes: bytes that it has on their way to all of them; one block to each is always let through.
       max_streams: how many transfers a sender serves at a time; it refuses more.
-      max_peers: how many senders a receiver is connected to at a time. Idle connections make room for new ones; where
-        there is none, a transfer ends as refused.
+      max_peers: how many connections to senders a receiver has at a time; further transfers wait for them.
       silence_timeout: seconds after which either side gives a transfer up when it hears nothing of the other.
       deadline: seconds after which a transfer ends however far it is.
 

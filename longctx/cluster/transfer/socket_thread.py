@@ -13,7 +13,7 @@ from typing import Self
 
 import zmq
 
-from longctx.serving.distributed.network import Key, Network, derive_key
+from longctx.serving.distributed.network import Key, derive_key
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
@@ -22,13 +22,13 @@ _PAUSE_SECONDS = 0.1  # after an error that is of no transfer, so that it does n
 
 
 class SocketThread(ABC):
-    """A thread that polls sockets of `network`, and calls `_tick` five times within each silence timeout.
+    """A thread that polls sockets, and calls `_tick` five times within each silence timeout.
 
     Subclasses register their sockets with `_poller`, and start `_thread`.
     """
 
-    def __init__(self, name: str, network: Network, silence_timeout: float) -> None:
-        self._name, self._network, self._tick_seconds = name, network, silence_timeout / 5
+    def __init__(self, name: str, silence_timeout: float) -> None:
+        self._name, self._tick_seconds = name, silence_timeout / 5
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -70,7 +70,11 @@ class SocketThread(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """End all transfers."""
+        """End all transfers, and close the sockets."""
+
+    def _recover(self) -> None:
+        """Act on an error that was logged: by default go on, as it is of no transfer."""
+        time.sleep(_PAUSE_SECONDS)
 
     def _run(self) -> None:
         next_tick = time.monotonic()
@@ -83,28 +87,23 @@ class SocketThread(ABC):
                         next_tick = time.monotonic() + self._tick_seconds
                         self._tick()
                     self._receive()
-                except Exception:  # of no transfer: those go on
-                    _LOG.exception("longctx: the %s failed, and goes on", self._name)
-                    time.sleep(_PAUSE_SECONDS)
+                except Exception:
+                    _LOG.exception("longctx: the %s failed", self._name)
+                    self._recover()
         finally:
             self._is_closing = True
-            self._run_calls()
-            self._finish()
-            self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._network.close()
-        self._woken.close()
-        self._waker.close()
+            try:
+                self._run_calls()
+            finally:
+                self._finish()
+                self._woken.close()
+                self._waker.close()
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         for _ in range(self._calls.qsize()):
-            try:
-                self._calls.get_nowait()()  # kept by no variable, as it may hold a block
-            except Exception:
-                _LOG.exception("longctx: a call of the %s failed", self._name)
+            self._calls.get_nowait()()  # kept by no variable, as it may hold a block
         if not self._calls.empty():
             self.post(lambda: None)  # more have come meanwhile, whose sign may just have been read
 

@@ -5,53 +5,38 @@ Source: Mooncake, section 3.
 
 import contextlib
 import functools
-import itertools
 import logging
-import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from longctx.cluster.transfer.messages import (
-    TO_RECEIVER,
-    VERSION,
-    Alive,
-    Block,
-    Close,
-    Corrupt,
-    End,
-    FromSender,
-    Grant,
-    Malformed,
-    Open,
-    Opened,
-    Pulled,
-    Refused,
-    Release,
-    decode,
-    shorten,
-)
+from longctx.cluster.transfer import messages
 from longctx.cluster.transfer.mooncake import MooncakePuller
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.remote_fetch import Lost, NoRoom, Peer, RemoteFetch, Stream, read_block
 from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Network
-from longctx.serving.kv_cache.connector import PageFetch
+from longctx.serving.distributed.network import Network, Socket
+from longctx.serving.kv_cache.arrivals import Arrivals
+from longctx.serving.kv_cache.connector import PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
 _LOG = logging.getLogger(__name__)
 _HEADER_BYTES = 1 << 16  # more than any header has
 _MAX_MESSAGES = 100  # that are read of one sender before others have their turn
-_IDLE_SECONDS = 60.0  # after which a connection without transfers is closed
+_LINGER = 1000  # milliseconds in which the end of a transfer and of its lease may leave
+_LOSSES = zmq.EVENT_DISCONNECTED
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RemoteSource:
     """`LeasedSource` of the pages of a lease that an engine in another process holds.
 
@@ -67,17 +52,23 @@ class RemoteSource:
     releases: bool
     deadline: float
     lease_timeout: float
+    was_fetched: bool = False
 
     def fetch(self, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
-        return self.receiver.fetch(self, keys, wake)
+        self.was_fetched = True
+        fetch = _Fetch(self.receiver, self, list(keys), wake)
+        self.receiver.begin(fetch)
+        return fetch.arrivals
 
     def release(self) -> None:
-        """Tell the senders that are connected that the lease is not needed. Without it the lease expires."""
-        self.receiver.release(self)
+        """Tell known senders that a lease is not needed, unless its fetch does; that of others expires."""
+        if not (self.was_fetched and self.releases):
+            for address in self.addresses:
+                self.receiver.release(address, self.lease_id)
 
 
-class PageReceiver(SocketThread):
-    """Receiver of pages from senders in other processes, until it is closed. A thread of its own owns the sockets.
+class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
+    """Receiver of pages from senders in other processes, until it is closed.
 
     Args:
       layout, fingerprint: of the pages of this engine; senders with others are refused.
@@ -100,19 +91,20 @@ class PageReceiver(SocketThread):
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import Lease, make_lease_id, PageReceiver, PageSender
+      >>> from longctx.cluster.transfer import make_lease_id, PageReceiver, PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
-      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
+      >>> lease = LeasedPages(None, keys, pages=[0, 1, 2], length=12, total=12)
       >>> read = Future()
       >>> read.set_result([PageBlock(0, layout.whole, pages)])
-      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
-      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
+      >>> shelf = SimpleNamespace(lease=lambda lease_id: lease, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> with PageSender(shelf, layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
       ...     woken = threading.Event()
-      ...     fetch = receiver.source(sender.address, lease.lease_id).fetch(keys, woken.set)
+      ...     fetch = receiver.source(sender.address, make_lease_id()).fetch(keys, woken.set)
       ...     while not fetch.is_over:
       ...         _ = woken.wait(1.0)
       ...         woken.clear()
@@ -131,18 +123,17 @@ class PageReceiver(SocketThread):
         options: TransferOptions | None = None,
         puller: MooncakePuller | None = None,
     ) -> None:
-        part, options, key = part or layout.whole, options or TransferOptions(), transfer_key(secret)
-        layout.check_part(part)
-        options.check_fits(layout)
-        network = Network("127.0.0.1", options.silence_timeout)
-        super().__init__("page receiver", network, options.silence_timeout)
-        self.part, self.options, self.stats, self._key = part, options, TransferStats(), key
-        self._layout, self._fingerprint, self._puller = layout, fingerprint, puller
+        self.part, self.options, self.stats = part or layout.whole, options or TransferOptions(), TransferStats()
+        layout.check_part(self.part)
+        self.options.check_fits(layout)
+        self.layout, self.fingerprint, self.puller, self._key = layout, fingerprint, puller, transfer_key(secret)
+        self.network = Network("127.0.0.1", self.options.silence_timeout)
+        self._lock = threading.Lock()  # of all that follows
         self.num_free_blocks = self.options.max_blocks
-        self._peers: dict[str, Peer] = {}
-        self._fetches: dict[RemoteFetch, RemoteSource] = {}  # in the order in which blocks are granted
-        self._numbers = itertools.count()
-        self._thread.start()
+        self._started: set[_Fetch] = set()
+        self._waiting: deque[_Fetch] = deque()  # until there may be a connection more
+        self._is_closed = False
+        self.known: set[str] = set()  # addresses of senders that have answered
 
     def source(
         self,
@@ -163,305 +154,340 @@ class PageReceiver(SocketThread):
 
         Returns:
           A `LeasedSource`.
-
-        Raises:
-          ValueError: an address is none.
         """
         addresses = [address] if isinstance(address, str) else list(address)
-        for each in addresses:
-            host, _, port = each.rpartition(":")
-            if not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+", host) or not re.fullmatch(r"\d{1,5}", port):
-                raise ValueError(f"address must be host:port, got {each!r}")
-        if not addresses:
-            raise ValueError("address must be at least one")
         return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline, lease_timeout)
 
     @property
     def num_fetches(self) -> int:
         """Number of transfers at the moment."""
-        return len(self._fetches)
-
-    @property
-    def addresses(self) -> list[str]:
-        """Senders that it is connected to, as `host:port`."""
-        return list(self._peers)
+        return len(self._started) + len(self._waiting)
 
     def close(self) -> None:
         """End all fetches and close all sockets. It may be called more than once."""
-        super().close()
-        if self._puller is not None:
-            self._puller.close()
+        with self._lock:
+            is_closed, self._is_closed = self._is_closed, True
+            self._begin_waiting()
+            started = list(self._started)
+        if is_closed:
+            return
+        for each in started:
+            each.close()
+        self.network.close()
+        if self.puller is not None:
+            self.puller.close()
 
-    def fetch(self, source: RemoteSource, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
-        """Begin to fetch pages of a source.
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
-        Args:
-          source: of the pages.
-          keys: of the pages, in order.
-          wake: is called, in another thread, when blocks have come and at the end.
+    # Sources and fetches call these.
 
-        Returns:
-          The transfer, which the caller empties.
-        """
-        fetch = RemoteFetch(
-            list(keys),
-            self.part,
-            time.monotonic() + source.deadline,
-            wake,
-            lambda stream: self.post(lambda: self._free_block(stream)),
-            lambda fetch: self.post(lambda: self._end(fetch, "dropped")),
-            self.stats,
-        )
-        self.post(lambda: self._open(source, fetch))
-        if self._is_closing:  # set before the calls that came are made for the last time
-            fetch.end("dropped")
-        return fetch
+    def begin(self, fetch: "_Fetch") -> None:
+        """Begin a fetch, as soon as there may be so many connections."""
+        with self._lock:
+            self._waiting.append(fetch)
+            self._begin_waiting()
 
-    def release(self, source: RemoteSource) -> None:
-        """Tell the senders that a lease is not needed.
+    def release(self, address: str, lease_id: str) -> None:
+        """Release a lease over a connection of its own, where pages have come from before."""
+        with self._lock, contextlib.suppress(zmq.ZMQError):
+            if address in self.known and not self._is_closed:
+                socket = self.connect(address)
+                socket.send(messages.encode(messages.Release(lease_id)), zmq.NOBLOCK)
+                self.network.drop(socket, _LINGER)
 
-        Args:
-          source: of the pages of the lease.
-        """
-        self.post(lambda: self._release(source))
+    def connect(self, address: str, events: int = 0) -> Socket:
+        """Make a connection to a sender, with a monitor of `events`."""
+        made = self.network.connect(zmq.DEALER, self._key)
+        try:
+            made.setsockopt(zmq.MAXMSGSIZE, self.options.block_bytes + _HEADER_BYTES)
+            made.setsockopt(zmq.IPV6, int("[" in address))
+            if events:
+                made.get_monitor_socket(events)
+            made.connect(f"tcp://{address}")
+        except Exception:
+            self.network.drop(made)
+            raise
+        return made
 
-    # The rest runs in the receiver's thread.
+    def take_blocks(self, wanted: int, has_none: bool) -> int:
+        """Return how many blocks a transfer may grant; one that has none always gets one, so that it goes on."""
+        with self._lock:
+            blocks = max(min(wanted, self.num_free_blocks), int(has_none))
+            self.num_free_blocks -= blocks
+        return blocks
 
-    def _release(self, source: RemoteSource) -> None:
-        """Release a lease of senders that are connected; that of others expires."""
-        for address in source.addresses:
-            if (peer := self._peers.get(address)) is not None:
-                peer.used = time.monotonic()
-                peer.send(Release(source.lease_id))
+    def free_blocks(self, count: int) -> None:
+        with self._lock:
+            self.num_free_blocks += count
+
+    def forget(self, fetch: "_Fetch", granted: int) -> None:
+        """Note that a fetch has ended, and blocks do not come any more that were granted to it."""
+        with self._lock:
+            self.num_free_blocks += granted
+            self._started.discard(fetch)
+            self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begin the fetches for whose connections there is room; with the lock held."""
+        connected = sum(len(each.source.addresses) for each in self._started)
+        while self._waiting:
+            count = len(self._waiting[0].source.addresses)
+            if connected and connected + count > self.options.max_peers and not self._is_closed:
+                return
+            fetch = self._waiting.popleft()
+            self._started.add(fetch)
+            connected += count
+            fetch.start(not self._is_closed)
+
+
+@dataclass(eq=False)
+class _Stream:
+    """Blocks that one process sends.
+
+    Attributes:
+      number: of the stream in all messages.
+      granted: blocks that may still come. held: blocks that have come and wait for the engine.
+      heard: when its sender was heard last.
+      num_come, num_ready: blocks that were announced, and those whose bytes are there. num_sent: of all, once known.
+    """
+
+    number: int
+    address: str
+    socket: Socket
+    monitor: Socket
+    granted: int = 0
+    held: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    is_open: bool = False
+    num_come: int = 0
+    num_ready: int = 0
+    num_sent: int | None = None
+    reason: str = ""
+
+    def let_go(self) -> None:
+        self.held -= 1
+
+    def send(self, message: messages.FromReceiver) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has just broken, which its monitor tells
+            self.socket.send(messages.encode(message), zmq.NOBLOCK)
+
+
+class _Fetch(SocketThread):
+    """Load of pages by a thread of its own, which has a connection to each process of the sending engine.
+
+    Attributes:
+      arrivals: what has come, for the engine.
+    """
+
+    def __init__(self, receiver: PageReceiver, source: RemoteSource, keys: list[Key], wake: Callable[[], Any]) -> None:
+        super().__init__("page fetch", receiver.options.silence_timeout)
+        self._receiver, self.source, self._keys, self._layout = receiver, source, keys, receiver.layout
+        drop = functools.partial(self.post, lambda: self._end("dropped"))
+        self.arrivals = Arrivals(len(keys), receiver.part, wake, self._note_taken, drop, receiver.stats.add_outcome)
+        self._deadline = time.monotonic() + source.deadline
+        self._streams: list[_Stream] = []
+        self._num_pulled = 0  # blocks that are being read from registered memory
+
+    def start(self, may_begin: bool) -> None:
+        """Begin, once there may be so many connections; or (False) end at once."""
+        self._is_closing = not may_begin
+        self.post(self._open)
+        self._thread.start()
+
+    def _note_taken(self, stream: _Stream) -> None:
+        """Note that the engine has taken a block, or will not; in any thread."""
+        self._receiver.free_blocks(1)
+        self.post(stream.let_go)
+
+    # The rest runs in its thread.
+
+    def _open(self) -> None:
+        receiver, source = self._receiver, self.source
+        if self._is_closing or self.arrivals.outcome is not None:
+            return
+        for number, address in enumerate(source.addresses):
+            socket = receiver.connect(address, _LOSSES | _REFUSALS)
+            monitor = socket.get_monitor_socket(_LOSSES | _REFUSALS)
+            stream = _Stream(number, address, socket, monitor)
+            self._streams.append(stream)
+            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(monitor, zmq.POLLIN)
+            stream.send(
+                messages.Open(
+                    number, messages.VERSION, source.lease_id, self._keys, self._layout, receiver.fingerprint,
+                    *receiver.part, receiver.options.block_bytes, int(1000 * source.lease_timeout),
+                )
+            )  # fmt: skip
+
+    def _recover(self) -> None:
+        self._end("failed")
+
+    def _end(self, outcome: Outcome) -> None:
+        """Read no more; only the first outcome counts."""
+        self.arrivals.end(outcome)
+        self._is_closing = True
 
     def _finish(self) -> None:
-        for fetch, source in list(self._fetches.items()):
-            if source.releases:
-                self._release(source)
-            self._end(fetch, "dropped")
-
-    def _receive(self) -> None:
-        for peer in list(self._peers.values()):
-            try:
-                failure = peer.read_failure()  # before reading what came until then
-                self._receive_from(peer)
-            except Exception:
-                _LOG.exception("longctx: transfers from %s failed", peer.address)
-                failure = "failed"
-            if failure is not None:
-                self._drop(peer, failure)
-        self._grant()
-
-    def _peer(self, address: str) -> Peer:
-        """Return the connection to a sender, made if there is none. Raises NoRoom: there are too many."""
-        peer = self._peers.get(address)
-        if peer is None:
-            if len(self._peers) >= self.options.max_peers:
-                self._make_room()
-            peer = Peer(self._network, self._key, address, self.options.block_bytes + _HEADER_BYTES)
-            self._peers[address] = peer
-            self._poller.register(peer.socket, zmq.POLLIN)
-            self._poller.register(peer.monitor, zmq.POLLIN)
-        peer.used = time.monotonic()
-        return peer
-
-    def _make_room(self) -> None:
-        idle = [peer for peer in self._peers.values() if not peer.streams]
-        if not idle:
-            raise NoRoom(f"transfers come from {len(self._peers)} senders already")
-        self._drop(min(idle, key=lambda peer: peer.used), "lost")
-
-    def _open(self, source: RemoteSource, fetch: RemoteFetch) -> None:
-        if fetch.is_over:
-            return
-        self._fetches[fetch] = source
-        try:
-            for address in source.addresses:
-                peer = self._peer(address)
-                stream = Stream(next(self._numbers) % 2**31, fetch, peer)
-                peer.streams[stream.number] = stream
-                fetch.streams.append(stream)
-                peer.send(
-                    Open(
-                        stream.number, VERSION, source.lease_id, fetch.keys, self._layout, self._fingerprint,
-                        *fetch.part, self.options.block_bytes, int(1000 * source.lease_timeout),
-                    )
-                )  # fmt: skip
-        except NoRoom as error:
-            _LOG.warning("longctx: a transfer was refused: %s", error)
-            self._end(fetch, "refused")
-        except Exception:
-            _LOG.exception("longctx: a transfer from %s could not begin", ", ".join(source.addresses))
-            self._end(fetch, "failed")
-
-    def _grant(self) -> None:
-        """Grant free blocks to transfers, in their order: whole ones, so that none waits for another with a part."""
-        for fetch in self._fetches:
-            for stream in fetch.streams:
-                blocks = min(self.options.window_blocks - stream.granted - stream.held, self.num_free_blocks)
-                if blocks > 0:
-                    stream.granted += blocks
-                    self.num_free_blocks -= blocks
-                    stream.peer.send(Grant(stream.number, blocks))
-
-    def _free_block(self, stream: Stream) -> None:
-        stream.held -= 1
-        self.num_free_blocks += 1
+        self._end("dropped")  # the receiver is closed
+        for stream in self._streams:
+            with contextlib.suppress(zmq.ZMQError):  # a sender that is not told notices by itself
+                stream.send(messages.Close(stream.number))
+                if self.source.releases:
+                    stream.send(messages.Release(self.source.lease_id))
+            self._receiver.network.drop(stream.socket, _LINGER)
+            stream.monitor.close(linger=0)
+        self._receiver.forget(self, self._num_pulled + sum(stream.granted for stream in self._streams))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for fetch in list(self._fetches):
-            silence = now - min(stream.heard for stream in fetch.streams)
-            if now > fetch.deadline or silence > self.options.silence_timeout:
-                self._end(fetch, "late")
-                continue
-            for stream in fetch.streams:
-                stream.peer.send(Grant(stream.number, 0))
-        for peer in list(self._peers.values()):
-            if peer.streams:
-                peer.used = now
-            elif now - peer.used > _IDLE_SECONDS:
-                self._drop(peer, "lost")
+        silence = now - min((stream.heard for stream in self._streams), default=now)
+        if now > self._deadline or silence > self._receiver.options.silence_timeout:
+            self._end("late")
+        self._grant(0)
 
-    def _receive_from(self, peer: Peer) -> None:
+    def _receive(self) -> None:
+        for stream in self._streams:
+            try:
+                failure = _read_failure(stream)  # before reading what came until then
+                self._receive_from(stream)
+                if failure is not None:
+                    self._end(failure)
+            except messages.Malformed as error:
+                self._reject(stream, error)
+        self._grant()
+
+    def _reject(self, stream: _Stream, error: messages.Malformed) -> None:
+        """End a transfer whose sender broke the protocol: nothing more is read of it."""
+        _LOG.warning("longctx: a transfer from %s broke off: %s", stream.address, messages.shorten(str(error)))
+        self._end(error.outcome)
+
+    def _grant(self, least: int = 1) -> None:
+        """Grant free blocks to streams; with `least` 0 also none, as a sign of life."""
+        for stream in self._streams if not self._is_closing else ():
+            wanted = self._receiver.options.window_blocks - stream.granted - stream.held
+            blocks = self._receiver.take_blocks(max(0, wanted), stream.granted == stream.held == 0)
+            if blocks >= least:
+                stream.granted += blocks
+                stream.send(messages.Grant(stream.number, blocks))
+
+    def _receive_from(self, stream: _Stream) -> None:
         for _ in range(_MAX_MESSAGES):
-            if peer.socket.closed:
+            if self._is_closing:
                 return
             try:
-                header, *frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                header, *frames = stream.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                self._handle(peer, decode(header.buffer, TO_RECEIVER), [frame.buffer for frame in frames])
-            except ValueError as error:
-                self._reject(peer, error)
-                return
+            message = messages.decode(header.buffer, messages.TO_RECEIVER)
+            self._handle(stream, message, [frame.buffer for frame in frames])
 
-    def _reject(self, peer: Peer, error: ValueError) -> None:
-        """Close the connection to a sender that broke the protocol: nothing more is read of it."""
-        _LOG.warning("longctx: a transfer from %s broke off: %s", peer.address, shorten(str(error)))
-        outcomes: dict[type[ValueError], Outcome] = {Corrupt: "corrupt", Lost: "lost"}
-        self._drop(peer, outcomes.get(type(error), "malformed"))
-
-    def _handle(self, peer: Peer, message: FromSender, frames: list[Any]) -> None:
-        stream = peer.streams.get(message.fetch)
-        if stream is None:
-            return  # it was closed, which the sender does not know yet
+    def _handle(self, stream: _Stream, message: messages.FromSender, frames: list[Any]) -> None:
+        if message.fetch != stream.number:
+            raise messages.Malformed("a message of another transfer")
         stream.heard = time.monotonic()
-        if isinstance(message, Block):
+        if isinstance(message, messages.Block):
             self._read_block(stream, message, frames)
         elif frames:
-            raise Malformed(f"a message of {1 + len(frames)} frames")
-        elif isinstance(message, Refused):
+            raise messages.Malformed(f"a message of {1 + len(frames)} frames")
+        elif isinstance(message, messages.Refused):
             self._refuse(stream, message.reason)
-        elif isinstance(message, Opened):
-            self._check_opened(stream, message)
-        elif isinstance(message, End):
-            if message.number != stream.num_come:
-                raise Lost(f"{message.number} blocks were sent and {stream.num_come} received")
-            stream.num_sent, stream.reason = message.number, message.reason
-            self._end_if_over(stream)
-        else:
-            assert isinstance(message, Alive)
-
-    def _refuse(self, stream: Stream, reason: str) -> None:
-        _LOG.warning("longctx: a transfer from %s was refused: %s", stream.peer.address, shorten(reason))
-        self._end(stream.fetch, "refused")
-
-    def _check_opened(self, stream: Stream, message: Opened) -> None:
-        try:
-            self._layout.check_same(message.layout, "the sender")
-            if message.fingerprint != self._fingerprint:
-                raise ValueError("the pages are of another model or of other weights")
+        elif isinstance(message, messages.Opened):
             stream.is_open = True
-        except ValueError as error:
-            self._refuse(stream, str(error))
+            self._receiver.known.add(stream.address)
+            try:
+                self._layout.check_same(message.layout, "the sender")
+                if message.fingerprint != self._receiver.fingerprint:
+                    self._refuse(stream, "the pages are of another model or of other weights")
+            except ValueError as error:
+                self._refuse(stream, str(error))
+        elif isinstance(message, messages.End):
+            if message.number != stream.num_come:
+                raise messages.Lost(f"{message.number} blocks were sent and {stream.num_come} received")
+            stream.num_sent, stream.reason = message.number, message.reason
+            self._end_if_over()
+        else:
+            assert isinstance(message, messages.Alive)
 
-    def _read_block(self, stream: Stream, message: Block, frames: list[Any]) -> None:
-        shape = stream.announce(message, self._layout, self.options.block_bytes)
-        if stream.granted == 0:
-            raise Malformed("a block that was not granted")
-        if message.place is not None and self._puller is None:
-            raise Malformed("a block in registered memory, which this receiver does not read")
-        if len(frames) != (message.place is None):
-            raise Malformed(f"a block of {1 + len(frames)} frames")
+    def _refuse(self, stream: _Stream, reason: str) -> None:
+        _LOG.warning("longctx: a transfer from %s was refused: %s", stream.address, messages.shorten(reason))
+        self._end("refused")
+
+    def _read_block(self, stream: _Stream, message: messages.Block, frames: list[Any]) -> None:
+        self._check_block(stream, message)
+        puller, place = self._receiver.puller, message.place
+        if len(frames) != (place is None) or (puller is None and place is not None):
+            raise messages.Malformed(f"a block of {1 + len(frames)} frames at {place}")
+        stream.num_come += 1
         stream.granted -= 1
         stream.held += 1
-        if message.place is None:
-            self._put(stream, message, shape, frames[0])
+        if place is None:
+            self._put(stream, message, frames[0])
         else:
-            assert self._puller is not None
-            num_bytes = self._layout.bits.itemsize * functools.reduce(int.__mul__, shape)
-            put = functools.partial(self._put_pulled, stream, message, shape)
-            self._puller.pull(message.place, num_bytes, lambda data: self.post(lambda: put(data)))
+            assert puller is not None
+            self._num_pulled += 1
+            num_bytes = message.pages * self._layout.part_bytes(messages.part_of(message))
+            put = functools.partial(self._put_pulled, stream, message)
+            puller.pull(place, num_bytes, lambda data: self.post(functools.partial(put, data)))
 
-    def _put_pulled(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+    def _check_block(self, stream: _Stream, message: messages.Block) -> None:
+        """Raise Lost if a block before this one is missing, Malformed if it is none of this transfer."""
+        if not stream.is_open or stream.num_sent is not None:
+            raise messages.Malformed("a block before the transfer was opened or after its end")
+        if message.number != stream.num_come:
+            raise messages.Lost(f"block {stream.num_come} was lost: the next one received was {message.number}")
+        part = messages.part_of(message)
+        if part.intersect(self._receiver.part) != part or not 0 < message.pages <= len(self._keys) - message.first:
+            raise messages.Malformed(f"a block of {message.pages} pages from {message.first}, {part}: not wanted")
+        num_bytes, most = message.pages * self._layout.part_bytes(part), self._receiver.options.block_bytes
+        if num_bytes > most:
+            raise messages.Malformed(f"a block of {num_bytes} bytes, which is over {most}")
+        if stream.granted == 0:
+            raise messages.Malformed("a block that was not granted")
+
+    def _put_pulled(self, stream: _Stream, message: messages.Block, data: Any) -> None:
         """Take the bytes of a block that were read from registered memory; None: they could not be."""
-        peer = stream.peer
-        if peer.streams.get(stream.number) is not stream:
-            self._free_block(stream)  # it ended meanwhile
-        elif data is None:
-            self._free_block(stream)
-            self._end(stream.fetch, "lost")
-        else:
-            assert message.place is not None
-            peer.send(Pulled(stream.number, message.place.slot))
-            try:
-                self._put(stream, message, shape, data)
-            except ValueError as error:
-                self._reject(peer, error)
-
-    def _put(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
-        """Take the bytes of a block. Raises Malformed or Corrupt: they are not its bytes."""
+        self._num_pulled -= 1
+        if data is None:
+            self._note_taken(stream)
+            self._end("lost")
+            return
+        assert message.place is not None
+        stream.send(messages.Pulled(stream.number, message.place.slot))
         try:
-            block = read_block(message, data, shape, self._layout)
-        except ValueError:
-            self._free_block(stream)
+            self._put(stream, message, data)
+        except messages.Malformed as error:
+            self._reject(stream, error)
+
+    def _put(self, stream: _Stream, message: messages.Block, data: Any) -> None:
+        """Take the bytes of a block, without a copy. Raises Malformed or Corrupt: they are not its bytes."""
+        part = messages.part_of(message)
+        shape = (message.pages, *self._layout.part_shape(part))
+        try:
+            block = PageBlock(message.first, part, messages.to_array(data, message.digest, shape, self._layout))
+        except messages.Malformed:
+            self._note_taken(stream)
             raise
         stream.num_ready += 1
-        self.stats.add_block(len(data))
-        fetch = stream.fetch
-        if not fetch.put(block, stream):
-            self._free_block(stream)
-        if fetch.outcome is not None:
-            self._end(fetch, fetch.outcome)
+        self._receiver.stats.add_block(len(data))
+        if not self.arrivals.put(block, stream):
+            self._note_taken(stream)
+        if self.arrivals.outcome is not None:
+            self._end(self.arrivals.outcome)
         else:
-            self._end_if_over(stream)
+            self._end_if_over()
 
-    def _end_if_over(self, stream: Stream) -> None:
+    def _end_if_over(self) -> None:
         """End a transfer of which no stream has more."""
-        if stream.fetch.has_ended:
-            reasons = {each.reason for each in stream.fetch.streams} - {""} or {"pages are missing"}
-            _LOG.warning("longctx: a transfer from %s ended: %s", stream.peer.address, shorten("; ".join(reasons)))
-            self._end(stream.fetch, "ended")
+        if all(stream.num_sent == stream.num_ready for stream in self._streams):
+            reasons = {stream.reason for stream in self._streams} - {""} or {"pages are missing"}
+            _LOG.warning("longctx: a transfer ended: %s", messages.shorten("; ".join(reasons)))
+            self._end("ended")
 
-    def _end(self, fetch: RemoteFetch, outcome: Outcome) -> None:
-        source = self._fetches.pop(fetch, None)
-        if source is None:
-            return
-        fetch.end(outcome)
-        for stream in fetch.streams:
-            self.num_free_blocks += stream.granted
-            stream.granted = 0
-            if stream.peer.streams.pop(stream.number, None) is not None:
-                stream.peer.send(Close(stream.number))
-        if source.releases and not self._is_closing:
-            for stream in fetch.streams:  # over new connections where those before have broken
-                with contextlib.suppress(NoRoom):
-                    try:
-                        self._peer(stream.peer.address)
-                    except zmq.ZMQError:
-                        _LOG.exception("longctx: a lease could not be released at %s", stream.peer.address)
-            self._release(source)
 
-    def _drop(self, peer: Peer, outcome: Outcome) -> None:
-        """Close a connection, and end all transfers over it."""
-        if self._peers.pop(peer.address, None) is None:
-            return
-        self._poller.unregister(peer.socket)
-        self._poller.unregister(peer.monitor)
-        fetches = {stream.fetch: None for stream in peer.streams.values()}
-        peer.streams.clear()
-        peer.close()
-        for fetch in fetches:
-            self._end(fetch, outcome)
+def _read_failure(stream: _Stream) -> Outcome | None:
+    """Return whether the connection was lost or refused since the last call."""
+    failure: Outcome | None = None
+    while stream.monitor.poll(0):
+        failure = "lost" if recv_monitor_message(stream.monitor)["event"] & _LOSSES else "refused"
+    return failure

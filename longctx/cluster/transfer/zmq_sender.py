@@ -11,39 +11,21 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
-from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone, Wanted, export_pages, find_wanted, wait_for_lease
-from longctx.cluster.transfer.messages import (
-    TO_SENDER,
-    VERSION,
-    Alive,
-    Block,
-    Close,
-    End,
-    FromSender,
-    Grant,
-    Open,
-    Opened,
-    Pulled,
-    Refused,
-    Release,
-    decode,
-    digest_of,
-    encode,
-    part_of,
-    shorten,
-)
+from longctx.cluster.transfer import messages
+from longctx.cluster.transfer.lease import POLL_SECONDS, Exporter, LeaseGone, Wanted, export_pages, find_wanted
 from longctx.cluster.transfer.mooncake import MooncakeStaging
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.socket_thread import SocketThread, check_ip, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Address, Network, RejectedConnections
+from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout
 
 _LOG = logging.getLogger(__name__)
@@ -85,16 +67,17 @@ class PageSender(SocketThread):
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import Lease, make_lease_id, PageSender
+      >>> from longctx.cluster.transfer import PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
       >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
       >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
-      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout)
+      >>> lease = LeasedPages(None, keys, pages=[0, 1, 2], length=12, total=12)
       >>> read = Future()
       >>> read.set_result([PageBlock(0, layout.whole, pages)])
-      >>> shelf = SimpleNamespace(open=lambda lease_id: lease, num_ready=lambda lease_id: 3, read=lambda *wanted: read)
-      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; an engine has one of its own
+      >>> shelf = SimpleNamespace(lease=lambda lease_id: lease, read=lambda *wanted: read)
+      >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> sender = PageSender(shelf, layout)  # without a secret on loopback only
       >>> sender.address.startswith("127.0.0.1:"), sender.num_streams
       (True, 0)
@@ -121,8 +104,8 @@ class PageSender(SocketThread):
         check_ip(ip, secret is not None or is_trusted)
         key, options = transfer_key(secret), options or TransferOptions()
         options.check_fits(layout)
-        super().__init__("page sender", Network(ip, options.silence_timeout), options.silence_timeout)
-        self.options, self.stats = options, TransferStats()
+        super().__init__("page sender", options.silence_timeout)
+        self.options, self.stats, self._network = options, TransferStats(), Network(ip, options.silence_timeout)
         self._exporter, self._layout, self._fingerprint, self._staging = exporter, layout, fingerprint, staging
         self._lease_timeout = lease_timeout
         self._queue = _SendQueue(self.options.queue_bytes, self.options.max_queue_bytes)
@@ -134,7 +117,7 @@ class PageSender(SocketThread):
             self._rejected.monitor(self._socket)
             self._socket.bind(f"tcp://{Address(ip, port)}" if port else f"tcp://{Address(ip, 0)}".replace(":0", ":*"))
         except zmq.ZMQError as error:
-            self._close_sockets()
+            self._network.close()
             raise OSError(error.errno, f"transfers can't listen on {Address(ip, port)}: {error}") from None
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
         self.address = bound.removeprefix("tcp://")
@@ -158,6 +141,7 @@ class PageSender(SocketThread):
         for stream in list(self._streams.values()):
             stream.close("dropped")
         self._streams.clear()
+        self._network.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -167,7 +151,7 @@ class PageSender(SocketThread):
             if now - stream.heard > self.options.silence_timeout:
                 self._close(peer, fetch, "late")
             else:
-                self._send(peer, Alive(fetch))
+                self._send(peer, messages.Alive(fetch))
         self._rejected.update()
         self.stats.strangers = self._rejected.count
 
@@ -180,23 +164,23 @@ class PageSender(SocketThread):
             try:
                 if len(frames) != 1:
                     raise ValueError(f"a message of {len(frames)} frames")
-                self._handle(peer, decode(frames[0], TO_SENDER))
+                self._handle(peer, messages.decode(frames[0], messages.TO_SENDER))
             except ValueError as error:
-                self._rejected.add(shorten(str(error)))
+                self._rejected.add(messages.shorten(str(error)))
             except Exception:
                 _LOG.exception("longctx: a message of a transfer could not be handled")
 
-    def _handle(self, peer: bytes, message: Open | Grant | Pulled | Close | Release) -> None:
-        if isinstance(message, Open):
+    def _handle(self, peer: bytes, message: messages.FromReceiver) -> None:
+        if isinstance(message, messages.Open):
             self._open(peer, message)
-        elif isinstance(message, Release):
+        elif isinstance(message, messages.Release):
             self._exporter.release(message.lease)
         elif (stream := self._streams.get((peer, message.fetch))) is not None:
             stream.heard = time.monotonic()
             try:
-                if isinstance(message, Grant):
+                if isinstance(message, messages.Grant):
                     stream.grant(message.blocks)
-                elif isinstance(message, Pulled):
+                elif isinstance(message, messages.Pulled):
                     stream.free(message.slot)
                 else:
                     self._close(peer, message.fetch, "dropped")
@@ -204,17 +188,16 @@ class PageSender(SocketThread):
                 self._close(peer, message.fetch, "malformed")
                 raise
 
-    def _open(self, peer: bytes, message: Open) -> None:
+    def _open(self, peer: bytes, message: messages.Open) -> None:
         if (peer, message.fetch) in self._streams:
             raise ValueError("a transfer was opened twice")
-        find = functools.partial(self._find, message)
         lease_timeout = max(self._lease_timeout, message.lease_timeout / 1000)
         try:
             self._check_receiver(message)
             with contextlib.suppress(LeaseGone) if lease_timeout else contextlib.nullcontext():
-                find()
+                self._find(message)
         except (LeaseGone, ValueError) as error:
-            reason = shorten(str(error)) or "the lease is gone"
+            reason = messages.shorten(str(error)) or "the lease is gone"
         except Exception:
             _LOG.exception("longctx: a lease could not be opened")
             reason = "the sender failed"
@@ -222,26 +205,39 @@ class PageSender(SocketThread):
             post, queue = functools.partial(self._post, peer), functools.partial(self._queue.put, peer)
             stream = _SendStream(message.fetch, post, self.stats, queue, self._staging)
             self._streams[peer, message.fetch] = stream
-            self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
-            wait = functools.partial(wait_for_lease, find, lease_timeout, stream.closed)
+            self._send(peer, messages.Opened(message.fetch, self._layout, self._fingerprint))
             try:
-                stream.start(self._exporter, wait, self._options_for(message))
+                stream.start(self._export(message, lease_timeout, stream.closed))
             except RuntimeError:  # there are as many threads as there may be
                 self._fail(peer, message.fetch)
             return
         self.stats.add_outcome("refused")
-        self._send(peer, Refused(message.fetch, reason))
+        self._send(peer, messages.Refused(message.fetch, reason))
 
-    def _find(self, message: Open) -> tuple[Lease, Wanted]:
-        """Find the lease that a receiver asks for, and where in it. Raises LeaseGone or ValueError."""
-        lease = self._exporter.open(message.lease)
-        self._layout.check_same(lease.layout, "the lease")
-        return lease, find_wanted(lease, message.keys, part_of(message))
+    def _find(self, message: messages.Open) -> Wanted:
+        """Find the pages that a receiver asks for in their lease. Raises LeaseGone or ValueError."""
+        return find_wanted(
+            self._exporter.lease(message.lease).keys, message.keys, messages.part_of(message), self._layout
+        )
 
-    def _check_receiver(self, message: Open) -> None:
+    def _export(self, message: messages.Open, timeout: float, is_closed: Callable[[], bool]) -> Iterator[PageBlock]:
+        """Yield the pages that a receiver asks for, once the lease has come. Raises LeaseGone or ValueError."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                wanted = self._find(message)
+                break
+            except LeaseGone:
+                if is_closed() or time.monotonic() >= until:
+                    raise
+            time.sleep(POLL_SECONDS)
+        options = self._options_for(message)
+        yield from export_pages(self._exporter, message.lease, self._layout, wanted, options, is_closed)
+
+    def _check_receiver(self, message: messages.Open) -> None:
         """Raise ValueError unless this sender and a receiver fit together."""
-        if message.version != VERSION:
-            raise ValueError(f"the sender speaks version {VERSION} of transfers, not {message.version}")
+        if message.version != messages.VERSION:
+            raise ValueError(f"the sender speaks version {messages.VERSION} of transfers, not {message.version}")
         self._layout.check_same(message.layout, "the receiver")
         if message.fingerprint != self._fingerprint:
             raise ValueError("the pages are of another model or of other weights")
@@ -249,7 +245,7 @@ class PageSender(SocketThread):
             raise ValueError(f"the sender serves {len(self._streams)} transfers already")
         self._options_for(message).check_fits(self._layout)
 
-    def _options_for(self, message: Open) -> TransferOptions:
+    def _options_for(self, message: messages.Open) -> TransferOptions:
         return dataclasses.replace(self.options, block_bytes=min(self.options.block_bytes, message.block_bytes))
 
     def _close(self, peer: bytes, fetch: int, outcome: Outcome) -> None:
@@ -262,13 +258,13 @@ class PageSender(SocketThread):
         _LOG.exception("longctx: a transfer failed")
         self._close(peer, fetch, "failed")
 
-    def _post(self, peer: bytes, message: FromSender, data: Any) -> None:
+    def _post(self, peer: bytes, message: messages.FromSender, data: Any) -> None:
         """Send a message from any thread."""
-        frames = [encode(message)] if data is None else [encode(message), data]
+        frames = [messages.encode(message)] if data is None else [messages.encode(message), data]
         self.post(lambda: self._send_frames(peer, message.fetch, frames))
 
-    def _send(self, peer: bytes, message: FromSender) -> None:
-        self._send_frames(peer, message.fetch, [encode(message)])
+    def _send(self, peer: bytes, message: messages.FromSender) -> None:
+        self._send_frames(peer, message.fetch, [messages.encode(message)])
 
     def _send_frames(self, peer: bytes, fetch: int, frames: list[Any]) -> None:
         """Send a message of a transfer. An error ends that transfer; a peer that is gone, all of its own."""
@@ -300,7 +296,7 @@ class _SendStream:
     def __init__(
         self,
         fetch: int,
-        post: Callable[[FromSender, Any], None],
+        post: Callable[[messages.FromSender, Any], None],
         stats: TransferStats,
         queue: Callable[[np.ndarray, Callable[[], bool]], np.ndarray | None],
         staging: MooncakeStaging | None,
@@ -312,9 +308,9 @@ class _SendStream:
         self._outcome: Outcome | None = None
         self._slots: set[int] = set()  # that the receiver has not read yet
 
-    def start(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
-        """Start to send what `find` returns, which may wait, and raise LeaseGone or ValueError."""
-        act = lambda: self._run(exporter, find, options)  # noqa: E731
+    def start(self, blocks: Iterator[PageBlock]) -> None:
+        """Start to send blocks, whose iterator may wait, and raise LeaseGone or ValueError."""
+        act = functools.partial(self._run, blocks)
         threading.Thread(target=act, name=f"longctx transfer {self.fetch}", daemon=True).start()
 
     def grant(self, blocks: int) -> None:
@@ -352,31 +348,32 @@ class _SendStream:
         """Return whether nothing more is to be sent."""
         return self._is_closed
 
-    def _run(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
+    def _run(self, blocks: Iterator[PageBlock]) -> None:
         number = 0
         outcome: Outcome
         try:
-            lease, wanted = find()
-            for block in export_pages(exporter, lease, wanted, options, self.closed):
+            for block in blocks:
                 num_pages = len(block.data)
                 data = np.ascontiguousarray(np.asarray(block.data)).reshape(-1).view(np.uint8)
-                message = Block(self.fetch, number, block.first, num_pages, *block.part, digest_of(data))
+                message = messages.Block(
+                    self.fetch, number, block.first, num_pages, *block.part, messages.digest_of(data)
+                )
                 if not self._send(message, data):
                     return
                 number += 1
             reason, outcome = "", "complete"
         except LeaseGone as error:
-            reason, outcome = shorten(str(error)) or "the lease is gone", "ended"
+            reason, outcome = messages.shorten(str(error)) or "the lease is gone", "ended"
         except ValueError as error:
-            reason, outcome = shorten(str(error)), "refused"
+            reason, outcome = messages.shorten(str(error)), "refused"
         except Exception:
             _LOG.exception("longctx: pages of a lease could not be sent")
             reason, outcome = "the sender failed", "failed"
         if not self._is_closed:
             self._end(outcome)  # before the receiver closes it
-            self._post(End(self.fetch, number, reason), None)
+            self._post(messages.End(self.fetch, number, reason), None)
 
-    def _send(self, message: Block, data: np.ndarray) -> bool:
+    def _send(self, message: messages.Block, data: np.ndarray) -> bool:
         """Send a block once there is room for it; returns False if the transfer was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._credit > 0 or self._is_closed)

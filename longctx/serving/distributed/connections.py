@@ -113,13 +113,6 @@ class ControlClient:
         self.address = address
         self.socket.connect(f"tcp://{address}")
 
-    def move(self, address: Address) -> None:
-        """Connect to another address."""
-        if address != self.address:
-            self.socket.disconnect(f"tcp://{self.address}")
-            self.socket.connect(f"tcp://{address}")
-            self.address = address
-
     def send(self, peer: bytes, kind: str, value: Any = None, data: bytes = b"") -> bool:
         try:
             self.socket.send_multipart(_encode(kind, value, data), zmq.NOBLOCK)
@@ -166,13 +159,6 @@ def decode(parts: list[bytes]) -> tuple[str, Any, bytes]:
 Control = ControlServer | ControlClient
 
 
-class Message(NamedTuple):
-    """Step message of plain data; large arrays travel as raw bytes in `frames`."""
-
-    header: dict[str, Any]
-    frames: list[bytes]
-
-
 class Sender:
     """Sender of step messages in process 0. Receivers that subscribe, see `wait_for`, get what is sent from then on."""
 
@@ -180,7 +166,7 @@ class Sender:
         self.socket = network.serve(zmq.XPUB, key)
         self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.port = network.bind(self.socket, ports)
-        self.num_sent, self.bytes_sent = 0, 0
+        self._next = 0
 
     def wait_for(self, processes: set[int], timeout: float) -> None:
         """Wait until these processes have subscribed.
@@ -195,12 +181,10 @@ class Sender:
                 raise TimeoutError(f"{names} did not connect to port {self.port} within {timeout:g} s: is it closed?")
             missing.discard(self.socket.recv()[1:])
 
-    def send(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
-        """Send a message to all receivers; `header` is plain data for JSON."""
-        parts = [json.dumps({"number": self.num_sent, **header}).encode(), *(frames or [])]
-        self.socket.send_multipart(parts)
-        self.num_sent += 1
-        self.bytes_sent += sum(map(len, parts))
+    def send(self, data: bytes) -> None:
+        """Send a message to all receivers."""
+        self.socket.send_multipart([self._next.to_bytes(8, "little"), data])
+        self._next += 1
 
 
 class Receiver:
@@ -213,18 +197,17 @@ class Receiver:
         self._socket.subscribe(_name(process))  # no message has this prefix: it tells the sender who has subscribed
         self._next = 0
 
-    def receive(self) -> Message:
+    def receive(self) -> bytes:
         """Wait for the next message without a timeout, as `Watchdog` notices when the sender is gone.
 
         Raises:
           RuntimeError: a message was lost.
         """
-        first, *frames = self._socket.recv_multipart()
-        header = json.loads(first)
-        if header["number"] != self._next:
-            raise RuntimeError(f"step message {self._next} was lost: the next one received was {header['number']}")
+        number, data = self._socket.recv_multipart()
+        if (found := int.from_bytes(number, "little")) != self._next:
+            raise RuntimeError(f"step message {self._next} was lost: the next one received was {found}")
         self._next += 1
-        return Message(header, frames)
+        return data
 
 
 def _name(process: int) -> bytes:

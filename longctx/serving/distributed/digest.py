@@ -3,11 +3,13 @@
 import hashlib
 import struct
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as List
-from itertools import chain, islice
-from typing import Literal
+from functools import partial
+from itertools import chain
+from typing import Any
 
-from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.batch import Batch, Exchange, TableRun
 
 _NUM_SHOWN = 8
 _DIGEST_BYTES = 8
@@ -18,71 +20,48 @@ class DecisionDigest:
     """Running hash of all planned batches and sampled tokens, and the last few of them as text.
 
     The hash is BLAKE2b over integers of 64 bits, little-endian: the same in every process and version of Python.
-
-    Attributes:
-      count: decisions so far.
     """
 
     def __init__(self) -> None:
-        self.count = 0
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        # As bytes: batches that are kept alive make those after them slow, as their memory is not used again.
-        self._last: deque[tuple[int, bytes, bool]] = deque(maxlen=_NUM_SHOWN)
+        # Functions of plain data: batches that are kept alive make those after them slow.
+        self._last: deque[Callable[[], str]] = deque(maxlen=_NUM_SHOWN)
 
     @property
-    def digest(self) -> str:
-        """Digest of all decisions so far, in hexadecimal."""
-        return self._hash.hexdigest()
-
-    @property
-    def raw(self) -> bytes:
-        """`digest`, as bytes."""
+    def digest(self) -> bytes:
+        """Digest of all decisions so far."""
         return self._hash.digest()
 
     def add_plan(self, batch: Batch) -> None:
         """Add a planned batch: its chunks and its new page table entries."""
-        self._add(batch.index, plan_bytes(batch), is_plan=True)
+        rows = [chunk[1:7] for chunk in batch.chunks]
+        self._add(plan_bytes(batch), partial(_describe, batch.index, rows, batch.tables, batch.exchange))
 
     def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch."""
-        self._add(batch.index, pack("q", (batch.index, len(tokens), *tokens)), is_plan=False)
+        decision = _pack((batch.index, len(tokens), *tokens))
+        self._add(decision, partial("  step {} sampled {}".format, batch.index, list(tokens)))
 
-    def _add(self, index: int, decision: bytes, is_plan: bool) -> None:
+    def _add(self, decision: bytes, describe: Callable[[], str]) -> None:
         self._hash.update(decision)
-        self.count += 1
-        self._last.append((index, decision, is_plan))
+        self._last.append(describe)
 
     def __str__(self) -> str:
-        return "\n".join(
-            describe(decision) if is_plan else f"  step {index} sampled {list(unpack('q', decision)[2:])}"
-            for index, decision, is_plan in tuple(self._last)
-        )
+        return "\n".join(describe() for describe in tuple(self._last))
 
 
-def describe(plan: bytes) -> str:
-    """Describe a plan, as from `plan_bytes`, in a line of text."""
-    index, count = struct.unpack_from("<2q", plan)
-    flags = len(plan) - 2 * count
-    exchange = plan[-1] if flags % 8 else 0
-    numbers = iter(unpack("q", plan[: flags // 8 * 8])[2:])
-    take = lambda size: list(islice(numbers, size))  # noqa: E731
-    ranks: list[list[int]] = []
-    if count:
-        sizes = take(1)
-        sizes = take(1) * count if sizes == [-1] else sizes + take(count - 1)
-        alike = plan[16:24] == struct.pack("<q", -1)
-        ranks = [take(sizes[0])] * count if alike else [take(size) for size in sizes]
-    slots, starts, counts = take(count), take(count), take(count)
-    rows = "; ".join(
-        f"slot {slot}: {size} from {start} on ranks {own}"
-        for slot, start, size, own in zip(slots, starts, counts, ranks, strict=True)
+def describe(batch: Batch) -> str:
+    """Describe what a batch decides in a line of text."""
+    return _describe(batch.index, [chunk[1:7] for chunk in batch.chunks], batch.tables, batch.exchange)
+
+
+def _describe(index: int, rows: List[Any], tables: List[TableRun], exchange: Exchange | None) -> str:
+    computed = "; ".join(
+        f"slot {slot}: {count} from {start} on ranks {list(ranks)}" for slot, start, count, _, _, ranks in rows
     )
-    tables = []
-    for slot in numbers:
-        first, size = take(2)
-        tables.append((slot, first, *take(size)))
-    by = f"; {_EXCHANGES[exchange]}" if exchange else ""
-    return f"  step {index} computes {rows or 'nothing'}; tables {tables}{by}"
+    runs = [(run.slot, run.first, *run.pages) for run in tables]
+    by = "" if exchange is None else f"; {exchange.name}"
+    return f"  step {index} computes {computed or 'nothing'}; tables {runs}{by}"
 
 
 def plan_bytes(batch: Batch) -> bytes:
@@ -106,14 +85,9 @@ def plan_bytes(batch: Batch) -> bytes:
         numbers += pages
     if batch.exchange is not None:
         flags += bytes([_EXCHANGES.index(batch.exchange.name)])
-    return pack("q", numbers) + flags  # a byte each, at the end
+    return _pack(numbers) + flags  # a byte each, at the end
 
 
-def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:
-    """Pack integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
-    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
-
-
-def unpack(kind: Literal["i", "q"], packed: bytes) -> tuple[int, ...]:
-    """Unpack integers that were packed."""
-    return struct.unpack(f"<{len(packed) // (4 if kind == 'i' else 8)}{kind}", packed)
+def _pack(numbers: List[int]) -> bytes:
+    """Pack integers as bytes, 64 bits each, little-endian."""
+    return struct.pack(f"<{len(numbers)}q", *numbers)

@@ -8,38 +8,21 @@ Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
 import dataclasses
-import hashlib
 import math
-import os
-import re
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Literal
 
-from jax.sharding import Mesh
+import msgspec
 
-from longctx.models import Llama, Tokenizer
-from longctx.models.params import Params
-from longctx.parallel.topology import Topology
-from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import (
-    RequestUpdate,
-    SettleOrder,
-    StepOrder,
-    WarmUpOrder,
-    decode_update,
-    encode_update,
-)
+from longctx.serving.distributed.orders import Arrival, Order, RequestUpdate, decode_order, encode_order
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.predictor.work import Work
 from longctx.serving.request.output import Event
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -58,6 +41,8 @@ class Lockstep:
         self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
         self.is_alone = group.num_processes == 1
         self._updates: deque[RequestUpdate] = deque()
+        self._ends: dict[str, dict[int, Loaded]] = {}  # of loads, by name and process
+        self._asked: set[str] = set()
         self._num_steps = 0
         self._is_settled = True
         self._seconds: float | None = None  # that the last step took
@@ -102,43 +87,31 @@ class Lockstep:
     def note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
         """Queue an update for the next step's message; any thread may."""
         if self.leads and not self.is_alone:
+            if isinstance(update, Arrival):
+                update = msgspec.structs.replace(update, request=dataclasses.replace(update.request, prompt=[]))
             self._updates.append(update)
 
     def note_step(self, now: float) -> None:
-        """Order all other processes to plan the next step, see `StepOrder`."""
-        if self.is_alone:
-            return
-        header: dict[str, Any] = {"kind": "step", "now": now, "seconds": self._seconds}
-        if self._num_steps % DIGEST_INTERVAL == 0:
-            header["digest"] = self.decisions.digest
-        self._send(header)
-        self._is_settled = False
-        self._num_steps += 1
+        """Order all other processes to plan the next step."""
+        if not self.is_alone:
+            self._send("step", now, self.decisions.digest if self._num_steps % DIGEST_INTERVAL == 0 else None)
+            self._is_settled = False
+            self._num_steps += 1
 
     def settle(self, now: float) -> None:
-        """Order all other processes to end the last step and apply updates, see `SettleOrder`, if there is need."""
+        """Order all other processes to end the last step and apply updates, if there is need."""
         if self.leads and not self.is_alone and (self._updates or not self._is_settled):
-            self._send({"kind": "settle", "now": now, "seconds": self._seconds})
+            self._send("settle", now)
             self._is_settled = True
 
-    def _send(self, header: dict[str, Any]) -> None:
-        encoded: list[dict[str, Any]] = []
-        frames: list[bytes] = []
-        while self._updates:
-            fields, own = encode_update(self._updates.popleft())
-            encoded.append(fields)
-            frames += own
-        if encoded:
-            header["updates"] = encoded
-        self.group.broadcast(header, frames)
+    def _send(self, kind: Literal["step", "settle"], now: float, digest: bytes | None = None) -> None:
+        updates = [self._updates.popleft() for _ in range(len(self._updates))]
+        self.group.broadcast(encode_order(Order(kind, now, self._seconds, updates, digest)))
         self._seconds = None
 
     def note_end(self, step: EndedStep | None, events: list[Event]) -> None:
         """Keep how long a step took for the next step's message."""
         self._seconds = None if step is None else step.seconds
-
-    def note_clear(self) -> None:
-        """Nothing: this happens to engines of one process alone."""
 
     def note_failure(self, cause: str) -> None:
         """Let all other processes end."""
@@ -147,26 +120,19 @@ class Lockstep:
     def send_warm_up(self) -> None:
         """Order all other processes to warm up."""
         if not self.is_alone:
-            self.group.broadcast({"kind": "warm_up"})
+            self.group.broadcast(encode_order(Order("warm_up")))
 
     # In the other processes.
 
-    def orders(self) -> Iterator[StepOrder | SettleOrder | WarmUpOrder]:
+    def orders(self) -> Iterator[Order]:
         """The orders of process 0, until it closes its process group."""
-        while True:
-            header, frames = self.group.receive()
-            if header["kind"] == "end":
-                return
-            if header["kind"] == "warm_up":
-                yield WarmUpOrder()
-                continue
-            if header.get("digest", self.decisions.digest) != self.decisions.digest:
+        while data := self.group.receive():
+            order = decode_order(data)
+            if order.digest not in (None, self.decisions.digest):
                 self._fail_for_difference()
-            prompts = iter(frames)
-            updates = [decode_update(fields, prompts) for fields in header.get("updates", ())]
-            self.now = header["now"]
-            order = SettleOrder if header["kind"] == "settle" else StepOrder
-            yield order(self.now, header["seconds"], updates)
+            if order.kind != "warm_up":
+                self.now = order.now
+            yield order
 
     def _fail_for_difference(self) -> None:
         watchdog = self.group.watchdog
@@ -180,33 +146,26 @@ class Lockstep:
         watchdog.wait_for_end(watchdog.failure_timeout)
         raise RuntimeError(text)
 
+    # Reports of the other processes: loads that have ended there, and leases that are asked for there.
 
-class LoadEnds:
-    """Gathers in process 0 the loads that have ended in every process, and the leases that others ask for."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._ends: dict[str, dict[int, Loaded]] = {}
-        self._asked: set[str] = set()
-
-    def report(self, ended: Iterable[Loaded]) -> None:
+    def report_loads(self, ended: Iterable[Loaded]) -> None:
         """In the other processes: tell process 0 of loads that have ended here."""
         for loaded in ended:
-            self._group.report(list(loaded))
+            self.group.report(list(loaded))
 
-    def complete(self, ended: Iterable[Loaded], wanted: Container[str]) -> list[Loaded]:
+    def complete_loads(self, ended: Iterable[Loaded], wanted: Container[str]) -> list[Loaded]:
         """In process 0: loads that have ended in every process, given those that have just ended in this one.
 
         The pages are those that all have; the time is that of the slowest. Of loads that are not `wanted` any more,
         some process may never tell the end.
         """
-        if self._group.num_processes == 1:
+        if self.is_alone:
             return list(ended)
         for loaded in ended:
             self._ends.setdefault(loaded.name, {})[0] = loaded
         self._read_reports()
         self._ends = {name: ends for name, ends in self._ends.items() if name in wanted}
-        complete = [name for name, ends in self._ends.items() if len(ends) == self._group.num_processes]
+        complete = [name for name, ends in self._ends.items() if len(ends) == self.group.num_processes]
         return [
             Loaded(name, min(x.num_pages for x in ends), max(x.seconds for x in ends))
             for name in complete
@@ -215,69 +174,18 @@ class LoadEnds:
 
     def report_asked(self, lease_id: str) -> None:
         """In the other processes: tell process 0 that a lease is asked for here."""
-        self._group.report(lease_id)
+        self.group.report(lease_id)
 
-    def asked(self) -> set[str]:
+    def take_asked(self) -> set[str]:
         """In process 0: the leases that were asked for elsewhere since the last call."""
         self._read_reports()
         asked, self._asked = self._asked, set()
         return asked
 
     def _read_reports(self) -> None:
-        for process, value in self._group.reports():
+        for process, value in self.group.reports():
             if isinstance(value, str):
                 self._asked.add(value)
             else:
                 name, num_pages, seconds = value
                 self._ends.setdefault(name, {})[process] = Loaded(name, num_pages, seconds)
-
-
-def check_config(
-    group: ProcessGroup,
-    model: Llama,
-    params: Params | None,
-    config: EngineConfig,
-    plan: ParallelPlan,
-    mesh: Mesh | None,
-    predictor: Predictor | None,
-    tokenizer: Tokenizer | None,
-    max_length: int,
-    num_pages: int,
-    topology: Topology,
-) -> tuple[EngineConfig, int]:
-    """Check that the engines of all processes are alike.
-
-    Returns:
-      The configuration with a hash key that all processes share, and the smallest of their numbers of pages.
-
-    Raises:
-      ValueError: they are not; the message lists the differences.
-    """
-    settings = dataclasses.asdict(config)
-    secret = settings.pop("hash_key")
-    if not isinstance(config.policy, str):
-        attributes = repr(sorted(getattr(config.policy, "__dict__", {}).items()))
-        settings["policy"] = [type(config.policy).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", attributes)]
-    group.agree(
-        "engine",
-        settings
-        | {f"plan.{name}": value for name, value in dataclasses.asdict(plan).items()}
-        | {f"model.{name}": value for name, value in dataclasses.asdict(model.config).items()}
-        | {
-            "dtype": None if params is None else str(params["embed"].dtype),
-            "predictor": None if predictor is None else [predictor.seconds(work) for work in _probes(config)],
-            "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
-            "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
-            "max_length": max_length,
-            "topology": topology.to_dict(),
-            "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
-        },
-    )
-    gathered = group.gather("pages", [num_pages, os.urandom(32).hex()])
-    secret = bytes.fromhex(gathered[0][1]) if secret is None else secret
-    return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in gathered)
-
-
-def _probes(config: EngineConfig) -> list[Work]:
-    """Return steps on which predictors are compared: one of each number of rows, with and without context."""
-    return [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]

@@ -137,11 +137,11 @@ class Network:
         except zmq.ZMQBindError:
             raise ValueError(f"ports must have a free one from {ports[0]} to {ports[1]} on process 0's host") from None
 
-    def drop(self, socket: Socket) -> None:
-        """Close one socket, and forget what it has not sent yet."""
+    def drop(self, socket: Socket, linger: int = 0) -> None:
+        """Close one socket; what it has not sent yet may leave for `linger` milliseconds."""
         self._sockets.remove(socket)
         socket.disable_monitor()
-        socket.close(linger=0)
+        socket.close(linger=linger)
 
     def close(self) -> None:
         """Close all sockets, after at most a second in which what was sent may leave."""
@@ -180,55 +180,44 @@ class RejectedConnections:
     def __init__(self, name: str) -> None:
         self._name, self.count, self._logged = name, 0, 0
         self._next_line = 0.0
-        self._notes: list[str] = []
-        self._monitors: list[_HandshakeMonitor] = []
+        self._note = ""
+        self._monitors: dict[Socket, int] = {}  # connections of each whose handshake is not complete
 
     def monitor(self, socket: Socket) -> None:
         """Count connections to a socket that close before their handshake is complete."""
-        self._monitors.append(_HandshakeMonitor(socket))
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitors[socket.get_monitor_socket(events)] = 0
 
     def add(self, note: str = "") -> None:
         """Count one more; `note` says something about it in the next line of the log."""
         self.count += 1
         if note:
-            self._notes = [note]
+            self._note = f"; {note}"
 
     def update(self) -> None:
         """Count what the monitors have seen, and log it."""
-        self.count += sum(monitor.read() for monitor in self._monitors)
+        self.count += sum(map(self._read, self._monitors))
         if self.count == self._logged or time.monotonic() < self._next_line:
             return
         new, self._logged = self.count - self._logged, self.count
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-        what = "".join(f"; {note}" for note in self._notes)
         _LOG.warning(
             "longctx: %s dropped %d connections or messages of strangers, %d so far%s",
             self._name,
             new,
             self.count,
-            what,
+            self._note,
         )
-        self._notes = []
+        self._note = ""
 
-
-class _HandshakeMonitor:
-    """Comparison of the numbers of accepted connections and of complete handshakes whenever a connection closes."""
-
-    def __init__(self, socket: Socket) -> None:
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._socket = socket.get_monitor_socket(events)
-        self._num_open = 0  # connections whose handshake is not complete
-
-    def read(self) -> int:
+    def _read(self, monitor: Socket) -> int:
         """Count rejected connections since the last call."""
         found = 0
-        while self._socket.poll(0):
-            event = recv_monitor_message(self._socket)["event"]
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_ACCEPTED:
-                self._num_open += 1
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._num_open -= 1
-            elif self._num_open > 0:  # otherwise a member of the group closed its connection
-                self._num_open -= 1
-                found += 1
+                self._monitors[monitor] += 1
+            elif self._monitors[monitor] > 0:  # otherwise a member of the group closed its connection
+                self._monitors[monitor] -= 1
+                found += event == zmq.EVENT_DISCONNECTED
         return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 if TYPE_CHECKING:  # a process alone works without pyzmq
-    from longctx.serving.distributed.connections import Message, Receiver, Sender
+    from longctx.serving.distributed.connections import Receiver, Sender
     from longctx.serving.distributed.network import Network
     from longctx.serving.distributed.watchdog import Watchdog
 
@@ -160,17 +160,12 @@ class ProcessGroup:
 
     # Step messages.
 
-    def broadcast(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
-        """Send a message from process 0 to all others; does nothing in other processes.
-
-        Args:
-          header: plain data.
-          frames: bytes beside it.
-        """
+    def broadcast(self, data: bytes) -> None:
+        """Send a message from process 0 to all others; does nothing in other processes. No bytes: there are no more."""
         if self.is_first and self._channel is not None:
-            self._channel.send(header, frames)  # type: ignore[union-attr]
+            self._channel.send(data)  # type: ignore[union-attr]
 
-    def receive(self) -> Message:
+    def receive(self) -> bytes:
         """The next message that process 0 broadcasts; waits for it."""
         assert self._channel is not None
         return self._channel.receive()  # type: ignore[union-attr]
@@ -206,7 +201,7 @@ class ProcessGroup:
     def close(self) -> None:
         """End all processes in order: process 0 lets the others' `follow` return, and waits for them."""
         if self.watchdog is not None and self._channel is not None:
-            self.broadcast({"kind": "end"})
+            self.broadcast(b"")
             self._leave_together(self.watchdog)
 
     def fail(self, cause: str) -> None:

@@ -1,23 +1,20 @@
 """Rendezvous of the processes of a group: all others ask process 0 to join, and when all have come it replies.
 
-Process 0 refuses a request that does not fit, and goes on waiting for those that do. Either side notices within the
-failure timeout that the other is gone, unless it starts again.
+Process 0 refuses a request that does not fit, and goes on waiting for those that do. A process that is gone before all
+have come may join again.
 """
 
-import contextlib
-import math
 import platform
 import time
 from typing import Any, NamedTuple
 
 from longctx.serving.distributed.connections import PROCESS_0, ControlClient, ControlServer, Receiver, Relay, Sender
 from longctx.serving.distributed.environment import ClusterEnv, check_address
-from longctx.serving.distributed.network import Address, Key, Network, derive_key, make_key, read_key, resolve
+from longctx.serving.distributed.network import Address, Network, derive_key, make_key, read_key, resolve
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.distributed.watchdog import Peer, Watchdog
 
-# Seconds between two requests of a process to join, between two signs of life of process 0, and of one wait.
-_RETRY_SECONDS, _SIGN_SECONDS, _WAIT_SECONDS = 1.0, 0.2, 0.1
+_RETRY_SECONDS, _WAIT_SECONDS = 1.0, 0.1  # between two requests of a process to join, and of one wait
 _REFUSAL_SECONDS = 2.0  # that process 0 waits for those it refuses to go, when it gives up
 
 _MAX_CHARACTERS = 200  # of untrusted text, in messages and logs
@@ -32,12 +29,7 @@ class JoinRequest(NamedTuple):
 
     process: int
     host_name: str
-    started: float  # when the process began to ask, in seconds of its host's clock
     traits: dict[str, Any]  # what has to be the same in all processes
-
-    def to_json(self) -> dict[str, Any]:
-        """Make plain data, of which `read_join_request` makes the same again."""
-        return self._asdict()
 
     def __str__(self) -> str:
         return f"process {self.process} ({shown(self.host_name)})"
@@ -58,39 +50,14 @@ def read_join_request(value: Any) -> JoinRequest:
       ValueError: it is none.
     """
     match value:
-        case {"process": int(process), "host_name": str(host_name), "started": float(started), "traits": dict(traits)}:
+        case {"process": int(process), "host_name": str(host_name), "traits": dict(traits)}:
             is_plain = all(isinstance(trait, str | int | float | None) for trait in traits.values())
-            if isinstance(process, bool) or not 0 <= process < 1 << 31 or not math.isfinite(started):
+            if isinstance(process, bool) or not 0 <= process < 1 << 31:
                 raise ValueError("a request to join has an impossible number")
             if not host_name.isprintable() or not is_plain or len(traits) > _MAX_TRAITS:
                 raise ValueError("a request to join has an impossible host_name or traits")
-            return JoinRequest(process, host_name, started, traits)
-    raise ValueError("a request to join must have process, host_name, started and traits")
-
-
-class JoinReply(NamedTuple):
-    """Process 0's answer when all have come."""
-
-    host_names: list[str]
-    steps_port: int
-    steps_key: Key
-
-    def to_json(self) -> dict[str, Any]:
-        """Make plain data, of which `read_join_reply` makes the same again."""
-        return {"names": self.host_names, "port": self.steps_port, "key": self.steps_key.secret.decode()}
-
-
-def read_join_reply(value: Any) -> JoinReply:
-    """Read an answer.
-
-    Raises:
-      ValueError: it is none.
-    """
-    match value:
-        case {"names": list(names), "port": int(port), "key": str(key)} if 0 < port < 65536:
-            if all(isinstance(name, str) for name in names):
-                return JoinReply(names, port, read_key(key))
-    raise ValueError("a reply must have names, port and key")
+            return JoinRequest(process, host_name, traits)
+    raise ValueError("a request to join must have process, host_name and traits")
 
 
 def shown(value: Any) -> str:
@@ -120,7 +87,7 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
     Raises:
       ValueError: the coordinator is no address of this machine, can be reached from others without a secret, or a
         port is taken.
-      TimeoutError: some process did not come, or is gone. The others get the error too.
+      TimeoutError: some process did not come. The others get the error too.
     """
     coordinator, failure_timeout = cluster_env.coordinator, options.failure_timeout
     try:
@@ -142,9 +109,8 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
         sender = Sender(network, steps_key, options.ports)
         control.rejected.monitor(sender.socket)
         relay = Relay(is_first=True)
-        reply = JoinReply(host_names, sender.port, steps_key).to_json()
         for joiner in server.joiners.values():
-            control.send(joiner.peer, "welcome", reply)
+            control.send(joiner.peer, "welcome", [host_names, sender.port, steps_key.secret.decode()])
     except BaseException as error:
         if server is not None:
             server.refuse_all(f"{type(error).__name__}: {error}")
@@ -182,24 +148,19 @@ class RendezvousServer:
         self.others = range(1, cluster_env.num_processes)
         self.joiners: dict[int, _Joiner] = {}
         self._control, self._options, self._shared = control, options, shared
-        self._lost: dict[int, tuple[float, JoinRequest]] = {}  # those that came, and when they were found to be gone
         self._last_refusal = ""
 
     def wait_for_all(self) -> None:
         """Wait until all have come.
 
         Raises:
-          TimeoutError: they did not within the join timeout, or one is gone for the failure timeout.
+          TimeoutError: they did not within the join timeout.
         """
         deadline = time.monotonic() + self._options.join_timeout
-        next_sign = 0.0
         while len(self.joiners) < len(self.others):
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise TimeoutError(self._who_is_missing())
-            if now > next_sign:
-                next_sign = now + _SIGN_SECONDS
-                self._find_lost(now)
+            self.joiners = {i: each for i, each in self.joiners.items() if not self._control.is_lost(each.peer)}
             self._control.socket.poll(int(1000 * _WAIT_SECONDS))
             for message in self._control.receive():
                 try:
@@ -222,30 +183,18 @@ class RendezvousServer:
             for _ in self._control.receive():
                 pass
 
-    def _find_lost(self, now: float) -> None:
-        for process, joiner in list(self.joiners.items()):
-            if self._control.is_lost(joiner.peer):
-                del self.joiners[process]
-                self._lost[process] = now, joiner.request
-        for since, request in self._lost.values():
-            if now - since > self._options.failure_timeout:
-                raise TimeoutError(f"{request} came, is gone, and did not come again within {now - since:.0f} s")
-
     def _admit(self, peer: bytes, request: JoinRequest) -> None:
         old, wrong = self.joiners.get(request.process), request.differences(self._shared)
         if request.process not in self.others:
             wrong.append(f"a process_id that is not from 1 to {len(self.others)}")
-        elif old is not None and old.peer != peer and not _replaces(request, old.request):
+        elif old is not None and old.peer != peer and not self._control.is_lost(old.peer):
             wrong.append(f"a process_id that another on {old.request.host_name} has already")
         if wrong:
             self._last_refusal = f"{request} has {'; '.join(wrong)}"
             self._control.send(peer, "refused", self._last_refusal)
             self._control.rejected.add(self._last_refusal)
             return
-        if old is not None and old.peer != peer:
-            self._control.send(old.peer, "refused", f"{request} has started again since")
         self.joiners[request.process] = _Joiner(peer, request)
-        self._lost.pop(request.process, None)
 
     def _who_is_missing(self) -> str:
         missing = ", ".join(str(i) for i in self.others if i not in self.joiners)
@@ -256,38 +205,32 @@ class RendezvousServer:
         )
 
 
-def _replaces(new: JoinRequest, old: JoinRequest) -> bool:
-    """Whether a process was started again, and not another one by the same id."""
-    return new.host_name == old.host_name and new.started > old.started
-
-
 def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, Any]) -> tuple[ProcessGroup, str]:
     """Meet process 0 as another process; arguments and results as in `lead`.
 
     Raises:
       ValueError: the coordinator's host does not exist, can be reached from other machines without a secret, or
         process 0 refuses this process or another.
-      TimeoutError: process 0 does not answer, or is gone.
+      TimeoutError: process 0 does not answer.
     """
     # Process 0 may wait for others as long as this process would, and then send an error that names them.
     coordinator, deadline = cluster_env.coordinator, time.monotonic() + options.join_timeout + 2
     address = _await_name(coordinator, deadline)
     check_address(coordinator, address.ip, options.group_secret)
     process, host_name = cluster_env.process_id, platform.node()
-    request = JoinRequest(process, host_name, time.time(), shared)
+    request = JoinRequest(process, host_name, shared)
     network = Network(address.ip, options.failure_timeout)
     try:
         control = ControlClient(network, derive_key(options.group_secret), address, process)
-        reply = _ask_to_join(control, coordinator, request, options, deadline)
-        network.ip = control.address.ip
-        receiver = Receiver(network, reply.steps_key, reply.steps_port, process)
+        host_names, steps_port, steps_key = _ask_to_join(control, coordinator, request, options, deadline)
+        receiver = Receiver(network, read_key(steps_key), steps_port, process)
         relay = Relay(is_first=False)
     except BaseException:
         network.close()
         raise
-    peer = Peer(0, reply.host_names[0], PROCESS_0)
+    peer = Peer(0, host_names[0], PROCESS_0)
     watchdog = Watchdog(f"process {process} ({host_name})", control, [peer], relay, options.failure_timeout)
-    group = ProcessGroup(process, reply.host_names, watchdog, receiver, network, options.join_timeout)
+    group = ProcessGroup(process, host_names, watchdog, receiver, network, options.join_timeout)
     return group, relay.address
 
 
@@ -304,34 +247,24 @@ def _await_name(coordinator: str, deadline: float) -> Address:
 
 def _ask_to_join(
     control: ControlClient, coordinator: str, request: JoinRequest, options: RendezvousOptions, deadline: float
-) -> JoinReply:
-    """Send the request again and again, as process 0 may start later or restart, until it welcomes or refuses."""
-    next_lookup, next_request, last_heard = 0.0, 0.0, None
+) -> Any:
+    """Send the request again and again, as process 0 may start later or restart, until it welcomes or refuses.
+
+    Returns:
+      The hosts of all processes, the port of step messages, and the secret half of their key.
+    """
+    next_request = 0.0
     while (now := time.monotonic()) < deadline:
-        if now > next_lookup:
-            next_lookup = now + _RETRY_SECONDS
-            _follow_name(control, coordinator, options)
-        if now > next_request and control.send(PROCESS_0, "hello", request.to_json()):
+        if now > next_request and control.send(PROCESS_0, "hello", request._asdict()):
             next_request = now + _RETRY_SECONDS
         control.socket.poll(int(1000 * max(0.0, min(_WAIT_SECONDS, deadline - now))))
         for message in control.receive():
-            last_heard = time.monotonic()
             if message.kind == "refused":
                 raise ValueError(f"process 0 refuses: {message.value}")
             if message.kind == "welcome":
-                return read_join_reply(message.value)
-        if last_heard is not None and now - last_heard > options.failure_timeout:
-            raise TimeoutError(f"process 0 at {coordinator} is gone: nothing came for {now - last_heard:.0f} s")
+                return message.value
     secret = "with" if options.group_secret is not None else "without"
     raise TimeoutError(
         f"coordinator {coordinator} did not answer within {options.join_timeout:g} s: is process 0 running there, can "
         f"it be reached from here, and was it started {secret} this group_secret?"
     )
-
-
-def _follow_name(control: ControlClient, coordinator: str, options: RendezvousOptions) -> None:
-    """Connect to another address if the name stands for one now: process 0's container may have started again."""
-    with contextlib.suppress(OSError, ValueError):
-        address = resolve(coordinator)
-        check_address(coordinator, address.ip, options.group_secret)
-        control.move(address)

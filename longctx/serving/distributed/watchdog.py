@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -40,13 +40,6 @@ class Peer:
         return f"process {self.process} ({self.host_name})"
 
 
-class _Outgoing(NamedTuple):
-    routing_id: bytes
-    kind: str
-    value: Any
-    data: bytes = b""
-
-
 class Watchdog:
     """Thread that sends and receives, and ends the process when a peer is gone or a step makes no progress.
 
@@ -67,8 +60,8 @@ class Watchdog:
         self.me, self.peers, self.failure_timeout = me, peers, failure_timeout
         self.explain: Callable[[], str] = str
         self._control, self.relay = control, relay
-        self._outbox: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
-        relay.send = lambda peer, number, data: self._outbox.put(_Outgoing(peer, "relay", number, data))
+        self._outbox: queue.SimpleQueue[tuple[bytes, str, Any, bytes]] = queue.SimpleQueue()  # as `Control.send` takes
+        relay.send = lambda peer, number, data: self._outbox.put((peer, "relay", number, data))
         self.allows_disconnects = False
         self._limit: tuple[float, str, float] | None = None  # deadline, name and seconds of what the main thread does
         self._is_closed = False
@@ -87,7 +80,7 @@ class Watchdog:
 
     def send(self, peer: Peer, kind: str, value: Any) -> None:
         """Queue a value of plain data for a peer."""
-        self._outbox.put(_Outgoing(peer.routing_id, kind, value))
+        self._outbox.put((peer.routing_id, kind, value, b""))
 
     def receive(self, peer: Peer, timeout: float, what: str) -> Any:
         """Wait for the next value from a peer; `what` names it in the error.

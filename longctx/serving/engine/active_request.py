@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -16,7 +17,7 @@ from longctx.models.validation import check_real
 from longctx.serving.distributed.orders import Arrival, Cancel, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
-from longctx.serving.engine.step_lock import Interrupts, StepLock
+from longctx.serving.engine.step_lock import StepLock
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
@@ -155,8 +156,12 @@ class ActiveRequests(dict[str, ActiveRequest]):
             del self[request.request_id]
         return is_known
 
-    def enter(self, request: ActiveRequest) -> None:
-        """Let a request wait for its first step, unless it was cancelled before."""
+    def enter(self, *requests: ActiveRequest) -> None:
+        """Let requests wait for their first step, except those that were cancelled before."""
+        for request in requests:
+            self._enter(request)
+
+    def _enter(self, request: ActiveRequest) -> None:
         if request.sequences or self.get(request.request_id) is not request:
             return
         prepared, request_id, handoff = request.prepared, request.request_id, request.handoff
@@ -168,8 +173,8 @@ class ActiveRequests(dict[str, ActiveRequest]):
             for sequence in sequences:
                 sequence.available = request.available
         available, now = sequences[0].available, self._clock() if request.resumed is None else request.resumed
-        arrival = Arrival(prepared.request, request_id, request.arrival, available, handoff, now, prepared.tokens)
-        self._note(arrival, sequences)
+        entered = prepared.request, request_id, request.arrival, prepared.tokens, available, handoff, now
+        self._note(Arrival(*entered), sequences)
         if handoff is None:
             self._core.add(sequences)
         else:
@@ -192,14 +197,14 @@ class ActiveRequests(dict[str, ActiveRequest]):
         self.enter(request)
         return request
 
-    def leave(self, request: ActiveRequest, lease: str | None = None) -> None:
-        """End what has not ended of a request; with `lease`, for another engine."""
-        self.enter(request)
-        if self.get(request.request_id) is request:
-            core = self._core
-            for sequence in request.sequences:
-                self.deliver(core.cancel(sequence) if lease is None else core.hand_off(sequence, lease))
-            self._note(Cancel(request.request_id, lease, self._clock()), ())
+    def leave(self, *requests: ActiveRequest) -> None:
+        """End what has not ended of requests."""
+        for request in requests:
+            self._enter(request)
+            if self.get(request.request_id) is request:
+                for sequence in request.sequences:
+                    self.deliver(self._core.cancel(sequence))
+                self._note(Cancel(request.request_id, self._clock()), ())
 
     def deliver(self, events: List[Event]) -> None:
         """Pass events on, and forget requests that have ended with them."""
@@ -229,22 +234,6 @@ class ActiveRequests(dict[str, ActiveRequest]):
                 return request_id
 
 
-class EventQueue(deque[Event]):
-    """Events that wait to be taken."""
-
-    def take(self) -> list[Event]:
-        """Take all events; an interrupt leaves them for the next call."""
-        events: list[Event] = []
-        try:
-            with Interrupts(), contextlib.suppress(IndexError):
-                while True:
-                    events.append(self.popleft())
-            return events
-        except BaseException:
-            self.extendleft(reversed(events))
-            raise
-
-
 class TokenStream(Iterator[Event]):
     """Iterator over the events of its requests. Closing or dropping it cancels those that have not ended.
 
@@ -253,14 +242,14 @@ class TokenStream(Iterator[Event]):
     Args:
       take_turn: runs a step for a call of this name, unless there are events by now.
       lock: of the engine.
-      leave: ends what has not ended of a request.
+      leave: ends what has not ended of requests.
     """
 
     def __init__(
         self,
         take_turn: Callable[[str, deque[Event]], object],
         lock: StepLock,
-        leave: Callable[[ActiveRequest], object],
+        leave: Callable[..., object],
     ) -> None:
         self.requests: list[ActiveRequest] = []
         self.events: deque[Event] = deque()
@@ -295,11 +284,11 @@ class TokenStream(Iterator[Event]):
         """End what has not ended; there are no more events then."""
         self._is_closed = True
         if self._is_open:
-            self._lock.update(self._leave, self.requests)
+            self._lock.update(functools.partial(self._leave, *self.requests))
 
     def __del__(self) -> None:
         if self._is_open:
-            self._lock.abandon(self._leave, self.requests)
+            self._lock.abandon(functools.partial(self._leave, *self.requests))
 
 
 def prepare_all(processor: InputProcessor, requests: List[Request]) -> list[PreparedRequest]:

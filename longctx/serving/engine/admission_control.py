@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.active_request import ActiveRequest
 from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.input_processor import as_sequence
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.look_ahead import TtftEstimate, copy_scheduler, look_ahead
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.sequence import Sequence
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
@@ -276,7 +276,7 @@ class TtftEstimator:
         }
         others = [other for request_id, other in waiting.items() if request_id not in there]
         newcomers = [
-            _as_sequence(other, now, 2**62 + number)
+            as_sequence(other, other.request.request_id or "new", 2**62 + number, now)
             for number, other in enumerate([*others, prepared])
             for _ in range(1 if other is prepared else other.request.sampling.n)
         ]
@@ -295,20 +295,3 @@ class TtftEstimator:
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
         cached = scheduler.count_cached(prepared.shared_keys)
         return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)
-
-
-def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:
-    request = prepared.request
-    return Sequence(
-        request.request_id or "new",
-        order,
-        prompt_length=len(prepared.tokens),
-        max_tokens=request.sampling.max_tokens,
-        arrival=now,
-        priority=request.priority,
-        tenant=request.tenant,
-        ttft_deadline=request.ttft_deadline,
-        tpot_target=request.tpot_target,
-        keys=list(prepared.keys),
-        may_share=prepared.may_share,
-    )

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from longctx.models.tokenizer import Tokenizer
 
 
-class Built(NamedTuple):
-    """A core, and what turns requests into its sequences."""
-
-    core: Core
-    input_processor: InputProcessor
-    sequence_maker: SequenceMaker
-
-
 def build_core(
     model: LlamaConfig,
     config: EngineConfig,
@@ -43,8 +35,8 @@ def build_core(
     tokenizer: "Tokenizer | None" = None,
     topology: Topology | None = None,
     element_bytes: float = 2,
-) -> Built:
-    """Build the core of an engine.
+) -> tuple[Core, InputProcessor, SequenceMaker]:
+    """Build the core of an engine, and what turns requests into its sequences.
 
     Args:
       predictor: of its batches; it is corrected as batches run.
@@ -85,7 +77,7 @@ def build_core(
         keeps_pages=config.tiers is not None,
     )
     sessions = Sessions(page_hash, num_pages * plan.context)
-    return Built(
+    return (
         Core(scheduler, page_hash if config.prefix_cache else None, sessions, config.run_ahead),
         InputProcessor(model, config, max_length, tokenizer, page_hash),
         SequenceMaker(model, config, tokenizer, page_hash, sessions),

@@ -13,14 +13,16 @@ The drivers are `Engine`, `Follower` in other processes, replays, and the simula
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 
 import numpy as np
 
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats, Load
 from longctx.serving.executor.interface import Results
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
@@ -175,21 +177,6 @@ class Core:
         if sequence.state is State.FINISHED:
             return []
         return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self.now)]
-
-    def hand_off(self, sequence: Sequence, name: str) -> list[Event]:
-        """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`.
-
-        Args:
-          sequence: to end.
-          name: of the lease.
-
-        Returns:
-          Its last event, unless it has ended.
-        """
-        if sequence.state is State.FINISHED:
-            return []
-        self._keep_pages(sequence, completion_of(sequence).lease_under(name))
-        return [self._finish(sequence, "", None, "moved", self.now)]
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
         """End a load (`Batch.loads`); returns its sequence, which computes what is missing, or None if it is gone."""
@@ -405,7 +392,7 @@ class Core:
         if lease_id is not None:
             if reason in ("stop", "length"):
                 self._keep_pages(sequence, lease_id)
-            elif completion.lease is None or completion.lease.lease_id != lease_id:
+            else:
                 self.leases.drop(lease_id, sequence)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
@@ -421,23 +408,14 @@ class Core:
 
     def _keep_pages(self, sequence: Sequence, lease_id: str) -> None:
         """Keep the pages of a sequence that is about to end, as far as their contents are known to be right."""
-        completion, complete = completion_of(sequence), sequence.computed
-        if self.scheduler.plan.stage > 1 and (
-            sequence.state is State.PREFILLING or self._has_chunk_in_flight(sequence)
-        ):
-            complete = 0  # later stages compute its last chunks still
-        length = min(complete, completion.num_known - 1)
+        completion = completion_of(sequence)
+        length = min(sequence.computed, completion.num_known - 1)
         if not sequence.is_running or length <= 0:
             self.leases.drop(lease_id, sequence)
         elif self.leases.keep(
             lease_id, sequence, self._lease_keys(completion, sequence.keys, length), sequence.pages, length
         ):
             completion.lease = Lease(lease_id, length)
-
-    def _has_chunk_in_flight(self, sequence: Sequence) -> bool:
-        """Whether rows of its prompt, or of what it computes again, are in the stages."""
-        chunks = itertools.chain.from_iterable(batch.chunks for batch in self.in_flight)
-        return any(chunk.sequence is sequence and not chunk.decodes for chunk in chunks)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""
@@ -474,6 +452,40 @@ class Core:
             return None
         computed = completion.tokens[: sequence.computed]
         return self.sessions.note(_root(self.page_hash, completion), session, sequence.keys, computed)
+
+
+def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
+    """Begin what can be and wait for the oldest in-flight batch; None if there is none. `Core.end` takes its results.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    if not begin_steps(core, queue, now, logs):
+        return None
+    return end_step(queue, logs)
+
+
+def begin_steps(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> bool:
+    """Begin what can be; whether a batch is in flight then.
+
+    Raises:
+      RuntimeError: sequences wait that nothing will ever admit.
+    """
+    while (batch := core.begin(now)) is not None:
+        for log in logs:
+            log.note_plan(batch)
+        queue.submit(batch)
+    if not queue and core.is_stuck:
+        raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+    return bool(queue)
+
+
+def end_step(queue: SubmitQueue, logs: Iterable[DecisionLog] = ()) -> EndedStep:
+    """Wait for the oldest in-flight batch."""
+    step = queue.wait()
+    for log in logs:
+        log.note_draw(step.batch, step.results.tokens)
+    return step
 
 
 def _root(page_hash: PageHash, completion: Completion) -> bytes:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,13 +18,13 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Journal, RequestUpdate
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, EventQueue, TokenStream, prepare_all
+from longctx.serving.engine.active_request import ActiveRequest, ActiveRequests, TokenStream, prepare_all
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.follower import Follower
-from longctx.serving.engine.metrics import EngineStats, Monitor, StepMonitor
+from longctx.serving.engine.metrics import EngineStats, StepMetrics, StepMonitor, notify
 from longctx.serving.engine.page_transfers import PageTransfers
 from longctx.serving.engine.setup import resolve
 from longctx.serving.engine.step_lock import Interrupts, StepLock
-from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT, LeasedSource, LocatedSources, PageKeeper
@@ -49,8 +50,7 @@ class Engine:
 
     An exception within a step leaves the device in an unknown state: every request ends with a last event
     (`finish_reason="error"`), and every later call raises RuntimeError. Ctrl-C waits for the end of a step, and cancels
-    the requests of the call that it interrupts. Ctrl-C twice does not wait, and ends the engine, and so may an
-    exception that another signal's handler raises.
+    the requests of the call that it interrupts. Ctrl-C twice does not wait, and ends the engine.
 
     On accelerators an engine without `num_pages` has as many as fit into memory beside the programs of the largest
     steps, which it compiles when it is made.
@@ -141,10 +141,10 @@ class Engine:
         self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
         self.executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
-        self._monitor = Monitor(monitor)
+        self._monitors = [] if monitor is None else [monitor]
         self._is_warm = False
         self._is_idle = False  # whether the last step had nothing to begin
-        self._events = EventQueue()  # that `step` returns
+        self._events: deque[Event] = deque()  # that `step` returns
         self._lock = StepLock(self._settle, self._fail)
         look_up = lambda sequences: self.pages.look_up(sequences)  # noqa: E731
         self.requests = ActiveRequests(
@@ -210,7 +210,10 @@ class Engine:
           RuntimeError: requests have not ended.
         """
         with self._without_requests("compile", "compile must be called before requests, and"):
-            self._warm_up(progress, runs=not self._lockstep.is_alone)
+            if self._lockstep.is_alone:
+                self.executor.compile(progress)
+            else:
+                self._warm_up(progress)
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile every program that serving needs, and run it once; nothing is compiled after it.
@@ -247,14 +250,12 @@ class Engine:
         """Return the executor, to measure it: `longctx.serving.profiler`. The cache forgets what it holds.
 
         Raises:
-          RuntimeError: requests have not ended, or other processes take part.
+          RuntimeError: requests have not ended, other processes take part, or it is recorded.
         """
         with self._without_requests("lend_executor", "an engine is measured while it serves no request:"):
-            if not self._lockstep.is_alone:
-                raise RuntimeError("an engine is measured in one process alone")
+            if self._journals != [self._lockstep] or not self._lockstep.is_alone:
+                raise RuntimeError("an engine is measured in one process alone, and not while it is recorded")
             self.core.pool.clear()
-            for journal in self._journals:
-                journal.note_clear()
             with self._lock.failing():
                 yield self.executor
 
@@ -295,7 +296,7 @@ class Engine:
         """Let claimed requests enter with the next step."""
         for request in requests:
             request.has_begun = True
-        self._lock.update(self.requests.enter, requests)
+        self._lock.update(functools.partial(self.requests.enter, *requests))
 
     def submit(
         self,
@@ -338,21 +339,12 @@ class Engine:
         Returns:
           False if it is unknown or has ended.
         """
-        return self._end(request_id, None)
-
-    def hand_off(self, request_id: str, lease: str) -> bool:
-        """End a request wherever it is, for another engine that goes on with it.
-
-        Its last events say `"moved"`, and `Handoff.of` their outputs is what the other engine is given.
-
-        Args:
-          request_id: of the request.
-          lease: under which its pages are kept, see `Request.lease`.
-
-        Returns:
-          False if it is unknown or has ended.
-        """
-        return self._end(request_id, lease)
+        self._check_alive()
+        self._lock.apply()
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._lock.update(functools.partial(self.requests.leave, request))
+        return request is not None
 
     def step(self) -> list[Event]:
         """Begin what can be, wait for the oldest in-flight batch; returns the events of submitted requests.
@@ -364,7 +356,15 @@ class Engine:
         """
         if self._lock.error is None or not self._events:
             self._take_turn("step", None)
-        return self._events.take()
+        events: list[Event] = []
+        try:
+            with Interrupts(), contextlib.suppress(IndexError):  # of other threads that take events
+                while True:
+                    events.append(self._events.popleft())
+            return events
+        except BaseException:  # the next call returns them
+            self._events.extendleft(reversed(events))
+            raise
 
     @property
     def has_work(self) -> bool:
@@ -380,12 +380,12 @@ class Engine:
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
-        with Interrupts(), self._lock.held_if_free() as is_held:
-            return copy_scheduler(self.scheduler) if is_held else None
+        with Interrupts(), self._lock.turn_if_free() as is_free:
+            return copy_scheduler(self.scheduler) if is_free else None
 
     def add_monitor(self, monitor: StepMonitor) -> None:
         """Call one more monitor, as the argument `monitor`, from the next step on."""
-        self._monitor.add(monitor)
+        self._monitors.append(monitor)
 
     def stats(self) -> EngineStats:
         """The counts since the engine was made, and what it holds now: nothing, once it has failed."""
@@ -402,36 +402,25 @@ class Engine:
                 self.claim(requests)
                 self.begin(requests)
         except BaseException:
-            self._lock.update(self.requests.leave, requests)
+            self._lock.update(functools.partial(self.requests.leave, *requests))
             raise
-
-    def _end(self, request_id: str, lease: str | None) -> bool:
-        """End a request by its id; whether it is known."""
-        self._check_alive()
-        self._lock.apply()
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._lock.update(lambda request: self.requests.leave(request, lease), [request])
-        return request is not None
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence] = ()) -> None:
         for journal in self._journals:
             journal.note(update, sequences)
 
     def _take_turn(self, call: str, events: deque[Event] | None) -> None:
-        """Run a step, and tell the monitor; nothing if there are events by the time that it is this thread's turn."""
-        with Interrupts() as interrupts, self._lock.turn(call):
-            with self._lock.held(interrupts):
-                if not events:
-                    self._step()
-            self._monitor.catch_up()
+        """Run a step; nothing if there are events by the time that it is this thread's turn."""
+        with self._lock.turn(call), Interrupts():
+            if not events:
+                self._step()
 
     def _step(self) -> None:
         self._check_alive()
         self._lock.apply_locked()
         if not (self._is_warm or self._lockstep.is_alone):
             self._warm_up()
-        now = self.now()
+        now, metrics = self.now(), None
         with self._lock.failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
             for journal in self._journals:
@@ -440,12 +429,14 @@ class Engine:
             events: list[Event] = []
             self._is_idle = step is None
             if step is not None:
-                self._monitor.note(step)
+                metrics = StepMetrics.of(step) if self._monitors else None
                 events = self.core.end(step.batch, step.results, step.finished, step.seconds)
                 self.requests.deliver(events)
             for journal in self._journals:
                 journal.note_end(step, events)
             self._settle()
+        if metrics is not None:
+            notify(self._monitors, metrics)
 
     def _settle(self) -> None:
         """Let other processes have what this one has, where no step is to follow but pages may be asked for."""
@@ -456,16 +447,14 @@ class Engine:
     def _without_requests(self, call: str, error: str) -> Iterator[None]:
         """A context in which there is no request, and no step runs; RuntimeError if there are some."""
         with self._lock.turn(call):
-            with self._lock.held():
-                with Interrupts():
-                    self._check_alive()
-                    self._lock.apply_locked()
-                    if self.requests:
-                        raise RuntimeError(f"{error} {len(self.requests)} have not ended")
-                    while self._queue:
-                        self._step()
-                yield
-            self._monitor.catch_up()
+            with Interrupts():
+                self._check_alive()
+                self._lock.apply_locked()
+                if self.requests:
+                    raise RuntimeError(f"{error} {len(self.requests)} have not ended")
+                while self._queue:
+                    self._step()
+            yield
 
     def _fail(self, cause: str) -> None:
         """End all requests, and the engines of other processes."""
@@ -475,20 +464,17 @@ class Engine:
             for journal in self._journals:
                 journal.note_failure(cause)
 
-    def _warm_up(self, progress: Progress = ignore_progress, runs: bool = True) -> None:
+    def _warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile all programs, and run them once."""
-        alone = self._lockstep.is_alone
-        if alone:
-            with Interrupts.allowed():
-                self.executor.compile(progress)  # an interrupt here breaks nothing
-        if runs:
-            with Interrupts() if alone else Interrupts.allowed(), self._lock.failing():
-                if alone:
-                    self.executor.warm_up()
-                else:
-                    self._lockstep.send_warm_up()
-                    self._lockstep.warm_up(self.executor, progress)
-                self._is_warm = True
+        if self._lockstep.is_alone:
+            self.executor.compile(progress)  # an interrupt here breaks nothing
+        with Interrupts(), self._lock.failing():
+            if self._lockstep.is_alone:
+                self.executor.warm_up()
+            else:
+                self._lockstep.send_warm_up()
+                self._lockstep.warm_up(self.executor, progress)
+            self._is_warm = True
 
     def _check_alive(self) -> None:
         self._lock.check_alive()

@@ -1,27 +1,19 @@
 """`Follower`: the engine of a process that follows another; it decides the same from the same updates."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
-from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
-from longctx.serving.distributed.orders import (
-    Arrival,
-    Cancel,
-    Evict,
-    Located,
-    Release,
-    RequestUpdate,
-    SettleOrder,
-    StepOrder,
-)
+from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Arrival, Cancel, Located, Order, RequestUpdate
 from longctx.serving.engine.active_request import ActiveRequests
-from longctx.serving.engine.core import Core
+from longctx.serving.engine.core import Core, run_step
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.engine.page_transfers import PageTransfers
-from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
-from longctx.serving.kv_cache.connector import Loaded, LocatedSources
+from longctx.serving.kv_cache.connector import LocatedSources
 
 
 class Follower:
@@ -52,25 +44,24 @@ class Follower:
         self._turn, self._sources = turn, sources
         self._leases: dict[str, set[str]] = {}  # of requests that come with some, by their ids
         self._ended: EndedStep | None = None
-        self._load_ends = LoadEnds(lockstep.group)
         self._queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
 
     def run(self) -> None:
         """Follow until the first process ends."""
         for order in self._lockstep.orders():
             with self._turn():
-                if isinstance(order, StepOrder | SettleOrder):
-                    self._act(order)
-                else:
+                if order.kind == "warm_up":
                     self._lockstep.warm_up(self._executor)
+                else:
+                    self._act(order)
         self._end_step(self._lockstep.now, None)
 
-    def _act(self, order: StepOrder | SettleOrder) -> None:
+    def _act(self, order: Order) -> None:
         self._end_step(order.now, order.seconds)
         for update in order.updates:
             self._apply(update)
-        if isinstance(order, StepOrder):
-            self._load_ends.report(self._executor.poll_loads())
+        if order.kind == "step":
+            self._lockstep.report_loads(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
                 self._ended = run_step(self._core, self._queue, order.now, [self._lockstep])
         if self._sources is not None:
@@ -85,24 +76,19 @@ class Follower:
             self._requests.deliver(self._core.end(step.batch, step.results, now, seconds))
 
     def _apply(self, update: RequestUpdate) -> None:
-        core, requests = self._core, self._requests
         match update:
-            case Arrival(request, request_id, now, available, handoff, resumed):
+            case Arrival(request, request_id, now, tokens, available, handoff, resumed):
                 if self._sources is not None and handoff is not None:
                     leases = {each.lease for each in handoff.completions if each.lease is not None}
                     self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
                     self._leases[request_id] = leases
-                prepared = self._input_processor.prepare(request)
-                requests.repeat(prepared, request_id, now, available, handoff, resumed)
-            case Cancel():
-                requests.leave(requests[update.request_id], update.lease)
-            case Loaded():
-                core.end_load(update)
-            case Release():
-                core.leases.release(update.lease_id)
-            case Evict(tier="device"):
-                keys = frozenset(update.keys)
-                core.pool.evict(lambda key: key in keys)
-            case Located() if self._sources is not None:
-                self._sources.locate(*update)
-        self._pages.tell_store(update)
+                prompt: Any = tokens
+                prepared = self._input_processor.prepare(dataclasses.replace(request, prompt=prompt))
+                self._requests.repeat(prepared, request_id, now, available, handoff, resumed)
+            case Cancel(request_id):
+                self._requests.leave(self._requests[request_id])
+            case Located(lease_id, place):
+                if self._sources is not None:
+                    self._sources.locate(lease_id, place)
+            case _:
+                self._pages.apply(update)

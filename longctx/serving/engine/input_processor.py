@@ -192,22 +192,27 @@ class SequenceMaker:
                 metrics=Metrics(arrival, len(tokens)),
                 prompt_logprobs=prompt_logprobs,
             )
-            sequences.append(
-                Sequence(
-                    name=f"{request_id}/{index}",
-                    order=self._count,
-                    prompt_length=len(tokens),
-                    max_tokens=params.max_tokens,
-                    arrival=arrival,
-                    priority=request.priority,
-                    tenant=request.tenant,
-                    ttft_deadline=request.ttft_deadline,
-                    tpot_target=request.tpot_target,
-                    keys=list(keys),
-                    partial_page=partial_page,
-                    may_share=completion.num_prompt_logprobs is None,
-                    completion=completion,
-                )
-            )
+            sequence = as_sequence(prepared, f"{request_id}/{index}", self._count, arrival)
+            sequence.keys, sequence.partial_page = list(keys), partial_page
+            sequence.may_share, sequence.completion = completion.num_prompt_logprobs is None, completion
+            sequences.append(sequence)
             self._count += 1
         return sequences
+
+
+def as_sequence(prepared: PreparedRequest, name: str, order: int, arrival: float) -> Sequence:
+    """Make the sequence of a completion of a request, as it is before anything is computed."""
+    request = prepared.request
+    return Sequence(
+        name,
+        order,
+        prompt_length=len(prepared.tokens),
+        max_tokens=request.sampling.max_tokens,
+        arrival=arrival,
+        priority=request.priority,
+        tenant=request.tenant,
+        ttft_deadline=request.ttft_deadline,
+        tpot_target=request.tpot_target,
+        keys=list(prepared.keys),
+        may_share=prepared.may_share,
+    )

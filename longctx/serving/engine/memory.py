@@ -97,15 +97,11 @@ def estimate(
     return MemoryEstimate(params, num_pages * page, steps, page)
 
 
-def default_pages(
-    model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int, reserved_bytes: int
-) -> int:
+def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
     """Pages on each context rank: as many as all that may run could ever need, if there is room by estimation.
 
-    There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else.
-
-    Args:
-      reserved_bytes: memory of a device that is free now, and that arrays still to be placed will take.
+    There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else,
+    of which parameters are still to be loaded.
 
     Raises:
       ValueError: there is no room for one.
@@ -116,7 +112,7 @@ def default_pages(
         if not fit:
             raise ValueError(f"num_pages: there is no room for a page of {page:,} bytes in 1 GiB")
     else:
-        device = device._replace(used=device.used + reserved_bytes)
+        device = device._replace(used=device.used + param_bytes(model, mesh, dtype))
         use = memory_use(model, config, mesh, dtype, device, max_length)
         fit = use.num_fitting
         if not fit:
@@ -205,12 +201,6 @@ def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
     if model.config.tie_embeddings and mesh.shape["stage"] * mesh.shape["tensor"] == 1:
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
     leaves = jax.tree.leaves(params)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Bytes of the head's part that each device has."""
-    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype)["lm_head"])
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 

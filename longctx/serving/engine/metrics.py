@@ -1,8 +1,6 @@
-"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all, `Load` after one, and their `Monitor`."""
+"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all, and `Load` after one."""
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -213,73 +211,14 @@ class Load:
         return self.pages_held / self.num_pages
 
 
-class StepReport(NamedTuple):
-    """Report of a step that has ended, and the load after it.
-
-    Attributes:
-      metrics: of the step.
-      load: of the engine, when it had ended.
-
-    Examples:
-      >>> from longctx.models import Llama, LlamaConfig
-      >>> from longctx.serving import Engine, EngineConfig, EngineThread, Request, SamplingParams
-      >>> from longctx.simulation import VirtualExecutor
-      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
-      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
-      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
-      >>> import queue
-      >>> reports, ended = queue.Queue(), queue.Queue()
-      >>> with EngineThread(engine) as thread:
-      ...     thread.on_step.append(reports.put)
-      ...     _ = thread.submit(engine.prepare(Request([7] * 100, SamplingParams(max_tokens=1))), ended.put)
-      ...     report = reports.get()
-      >>> report.rows  # request, rows, whether it decodes
-      (('request-0', 100, False),)
-    """
-
-    metrics: StepMetrics
-    load: Load
-
-    @property
-    def rows(self) -> tuple[tuple[str, int, bool], ...]:
-        """(request id, rows, whether it decodes) of each sequence in the step."""
-        return self.metrics.rows
-
-
 StepMonitor = Callable[[StepMetrics], object]
 
 
-class Monitor:
-    """Calls functions with every ended step, in order; one that raises is not called any more."""
-
-    def __init__(self, call: StepMonitor | None) -> None:
-        self._calls: list[StepMonitor] = [] if call is None else [call]
-        self._ended: deque[StepMetrics] = deque()
-        self._calling = threading.Lock()
-
-    def add(self, call: StepMonitor) -> None:
-        """Call one more function from the next step on."""
-        self._calls.append(call)
-
-    def note(self, step: EndedStep) -> None:
-        """Keep a step for `catch_up`."""
-        if self._calls:
-            self._ended.append(StepMetrics.of(step))
-
-    def catch_up(self) -> None:
-        """Pass on the steps that were noted, unless another thread is about to."""
-        while self._ended and self._calling.acquire(blocking=False):
-            try:
-                while self._ended:
-                    step = self._ended.popleft()
-                    for call in tuple(self._calls):
-                        self._tell(call, step)
-            finally:
-                self._calling.release()
-
-    def _tell(self, call: StepMonitor, step: StepMetrics) -> None:
+def notify(observers: list[Callable[..., object]], *arguments: object) -> None:
+    """Call observers of an engine, in order; one that raises is removed."""
+    for observer in tuple(observers):
         try:
-            call(step)
+            observer(*arguments)
         except Exception:
-            self._calls.remove(call)
-            logger.exception("the engine's monitor raised in step %d, and is not called any more", step.number)
+            observers.remove(observer)
+            logger.exception("an observer of the engine raised, and is not called any more")

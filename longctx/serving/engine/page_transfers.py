@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from longctx.serving.distributed.lockstep import LoadEnds, Lockstep
-from longctx.serving.distributed.orders import Evict, Located, Pin, Release, RequestUpdate
+from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Evict, LoadEnd, Located, Pin, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.interface import Executor, MoverStats
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
@@ -58,7 +58,7 @@ class PageTransfers:
         clock: Callable[[], float],
         lockstep: Lockstep,
     ) -> None:
-        self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
+        self.store, self._lockstep = store, lockstep
         self._core, self._executor, self._note = core, executor, note
         self._between_steps, self._clock = between_steps, clock
         self.on_load: list[Callable[[Loaded], object]] = []
@@ -101,11 +101,10 @@ class PageTransfers:
         """Let sequences go on whose loads have ended, and unused leases expire."""
         ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
         self._note_fetched(ended, False)
-        complete = self._load_ends.complete(ended, self._core.scheduler.loads)
+        complete = self._lockstep.complete_loads(ended, self._core.scheduler.loads)
         self._note_fetched(complete, True)
         for loaded in complete:
-            self._note(loaded)
-            self._core.end_load(loaded)
+            self._do(LoadEnd(loaded))
             for call in self.on_load:
                 call(loaded)
         if self._core.leases or self._asked:
@@ -118,18 +117,27 @@ class PageTransfers:
                 for call in self.on_fetch:
                     call(source, is_everywhere)
 
-    def tell_store(self, update: RequestUpdate) -> None:
-        """Let what keeps pages beyond the devices do what an update says."""
+    def apply(self, update: RequestUpdate) -> None:
+        """Let pages go on or leave as an update says."""
         match update:
-            case Pin() if self.store is not None:
-                self.store.pin(update.keys, time.monotonic() + update.seconds)
-            case Evict(tier="host") if isinstance(self.store, TieredStore):
-                keys = frozenset(update.keys)
-                self.store.evict(lambda key: key in keys)
+            case LoadEnd(loaded):
+                self._core.end_load(loaded)
+            case Release(lease_id):
+                self._core.leases.release(lease_id)
+            case Pin(keys, seconds) if self.store is not None:
+                self.store.pin(keys, time.monotonic() + seconds)
+            case Evict("device", keys):
+                self._core.pool.evict(frozenset(keys).__contains__)
+            case Evict("host", keys) if isinstance(self.store, TieredStore):
+                self.store.evict(frozenset(keys).__contains__)
+
+    def _do(self, update: RequestUpdate) -> None:
+        self._note(update)
+        self.apply(update)
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
-        self._asked |= dict.fromkeys(self._load_ends.asked(), now)
+        self._asked |= dict.fromkeys(self._lockstep.take_asked(), now)
         for lease_id in tuple(self._asked):  # other threads add to them meanwhile
             if lease_id not in leases:
                 self._asked.pop(lease_id, None)
@@ -143,8 +151,7 @@ class PageTransfers:
     def _release(self, lease_id: str) -> None:
         lease = self._core.leases.get(lease_id)
         if lease is not None and lease.is_wanted:
-            self._note(Release(lease_id))
-            self._core.leases.release(lease_id)
+            self._do(Release(lease_id))
 
     def close(self) -> None:
         """Let what keeps pages beyond the devices write what waits, and end it: no step follows."""
@@ -167,7 +174,7 @@ class PageTransfers:
         elif time.monotonic() > self._told.get(lease_id, 0.0) + _TELL_SECONDS:
             self._told = {other: told for other, told in tuple(self._told.items()) if other in self._core.leases}
             self._told[lease_id] = time.monotonic()
-            self._load_ends.report_asked(lease_id)
+            self._lockstep.report_asked(lease_id)
         return lease
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
@@ -197,11 +204,7 @@ class PageTransfers:
 
     def pin(self, keys: list[Key], seconds: float) -> None:
         """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""
-        self._between_steps(lambda: self._pin(keys, seconds))
-
-    def _pin(self, keys: list[Key], seconds: float) -> None:
-        self._note(update := Pin(keys, seconds))
-        self.tell_store(update)
+        self._between_steps(lambda: self._do(Pin(keys, seconds)))
 
     def evict(self, tier: str, is_wanted: Callable[[Key], bool]) -> "Future[int]":
         """Let unused pages with wanted keys leave the devices or the host's memory.

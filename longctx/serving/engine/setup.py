@@ -1,6 +1,10 @@
 """Setup of an engine: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
+import dataclasses
 import datetime
+import hashlib
+import os
+import re
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -13,18 +17,16 @@ from longctx.models.params import Params
 from longctx.parallel.mesh import make_mesh
 from longctx.parallel.topology import AXES, Topology, find_topology
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.lockstep import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.engine.build import Built, build_core
+from longctx.serving.engine.build import build_core
 from longctx.serving.engine.core import Core
+from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
-    head_bytes,
     memory_use,
     most_pages,
-    param_bytes,
     steps_in_flight,
 )
 from longctx.serving.engine.page_fingerprint import page_fingerprint
@@ -37,10 +39,11 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import Writable
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.predictor.work import Work
 from longctx.serving.recording.log import Header
 from longctx.serving.recording.recorder import Recorder
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
-from longctx.serving.runner.page_parts import process_part
+from longctx.serving.runner.page_transfer import process_part
 
 
 class PageIdentity(NamedTuple):
@@ -128,9 +131,9 @@ class EngineSetup(NamedTuple):
             return PageFit(measure, most, steps_in_flight(self.config))
         return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
-    def make_core(self) -> Built:
+    def make_core(self) -> tuple[Core, InputProcessor, SequenceMaker]:
         """Make the core, and what turns requests into its sequences."""
-        built = build_core(
+        core, processor, maker = build_core(
             self.model.config,
             self.config,
             self.plan,
@@ -141,8 +144,8 @@ class EngineSetup(NamedTuple):
             self.topology,
             self.element_bytes,
         )
-        built.core.is_profiled = self.is_profiled
-        return built
+        core.is_profiled = self.is_profiled
+        return core, processor, maker
 
     def begin_recording(self, recorder: Recorder, params: Params | None, core: Core, leads: bool) -> None:
         """Let a recorder record the engine's core.
@@ -189,12 +192,14 @@ def resolve(
     config = config or EngineConfig()
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
     max_length = config.longest_sequence(model.config.max_positions)
-    num_pages = resolve_num_pages(model, params, config, max_length, mesh)
+    num_pages = config.num_pages or most_pages(config, max_length)
+    if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
+        # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
+        dtype = params["embed"].dtype
+        needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
+        needed.check(mesh.local_devices[0])
+        num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length)
     topology = resolve_topology(topology, plan, mesh)
-    if process_group is not None and process_group.num_processes > 1:
-        config, num_pages = check_config(
-            process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages, topology
-        )
     is_profiled = predictor is not None
     element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
     if predictor is None:
@@ -209,9 +214,46 @@ def resolve(
             **sizes,
         )
     check_predictor(predictor, config.token_budget)
-    return EngineSetup(
+    setup = EngineSetup(
         model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
     )
+    if process_group is None or process_group.num_processes == 1:
+        return setup
+    return _agree(process_group, setup, params)
+
+
+def _agree(group: ProcessGroup, setup: EngineSetup, params: Params | None) -> EngineSetup:
+    """Return the setup with the hash key and the number of pages of all processes.
+
+    Raises:
+      ValueError: their engines are not alike; the message lists the differences.
+    """
+    config, mesh, tokenizer = setup.config, setup.mesh, setup.tokenizer
+    settings = dataclasses.asdict(config)
+    secret = settings.pop("hash_key")
+    if not isinstance(config.policy, str):
+        attributes = repr(sorted(getattr(config.policy, "__dict__", {}).items()))
+        settings["policy"] = [type(config.policy).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", attributes)]
+    # Predictors are compared on a step of each number of rows, with and without context.
+    probes = [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]
+    group.agree(
+        "engine",
+        settings
+        | {f"plan.{name}": value for name, value in dataclasses.asdict(setup.plan).items()}
+        | {f"model.{name}": value for name, value in dataclasses.asdict(setup.model.config).items()}
+        | {
+            "dtype": None if params is None else str(params["embed"].dtype),
+            "predictor": [setup.predictor.seconds(work) for work in probes],
+            "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
+            "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
+            "max_length": setup.max_length,
+            "topology": setup.topology.to_dict(),
+            "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
+        },
+    )
+    gathered = group.gather("pages", [setup.num_pages, os.urandom(32).hex()])
+    config = dataclasses.replace(config, hash_key=bytes.fromhex(gathered[0][1]) if secret is None else secret)
+    return setup._replace(config=config, num_pages=min(pages for pages, _ in gathered))
 
 
 def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh | None) -> Topology:
@@ -273,24 +315,3 @@ def resolve_mesh(
             f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"
         )
     return plan, mesh
-
-
-def resolve_num_pages(
-    model: Llama, params: Params | None, config: EngineConfig, max_length: int, mesh: Mesh | None
-) -> int:
-    """Pages on each context rank: `num_pages`, or as many as all that may run could ever need, if there is room.
-
-    Raises:
-      ValueError: there is no room, with the numbers.
-    """
-    if params is None or mesh is None:
-        return config.num_pages or most_pages(config, max_length)
-    dtype = params["embed"].dtype
-    needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
-    needed.check(mesh.local_devices[0])
-    if config.num_pages is not None:
-        return config.num_pages
-    placed = params["embed"].devices() == set(mesh.devices.flat)
-    # What is placed already stays, but for the head, which is spread over stages too.
-    besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
-    return default_pages(model, config, mesh, dtype, max_length, besides)

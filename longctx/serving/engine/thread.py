@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from longctx.serving.engine.active_request import ActiveRequest, Sink
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.metrics import Load, StepMetrics, StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics, notify
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
@@ -74,7 +74,8 @@ class EngineThread:
     Attributes:
       failure: gets the exception with which the engine fails, or None when the thread ends in order.
       load: as of the last step, or of the last request to come or go while no step ran.
-      on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
+      on_step: are called after each step with its metrics and the load, in the engine's thread; one that raises is
+        logged, and not called again.
       on_end: likewise, with each completion that ends, and its request.
 
     Examples:
@@ -102,7 +103,7 @@ class EngineThread:
     ) -> None:
         self.engine, self.control = engine, control or AdmissionControl(engine)
         self.failure: Future[None] = Future()
-        self.on_step: list[Callable[[StepReport], object]] = []
+        self.on_step: list[Callable[[StepMetrics, Load], object]] = []
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
         self._events: deque[tuple[ActiveRequest, Event, bool]] = (
@@ -151,30 +152,17 @@ class EngineThread:
         received = received or _NOTHING
         arrival = self.engine.now() if arrival is None else arrival
         request = ActiveRequest(prepared, arrival, self._collect, received.handoff, received.sources, sink)
-        self._begin(request, received.staged, self._admit)
-        return request.request_id
-
-    def _admit(self, request: ActiveRequest) -> None:
-        if self._is_draining:
-            raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
-        self.control.admit(request)
-
-    def _begin(
-        self,
-        request: ActiveRequest,
-        staged: Staged | None = None,
-        admit: Callable[[ActiveRequest], object] = lambda request: None,
-    ) -> None:
-        """Let a request enter the engine, once its pages are in host memory; unless it is refused."""
         self.engine.claim([request])
         self._count(1)
         try:
             self._check_running()
-            admit(request)
-            if staged is None:
+            if self._is_draining:
+                raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
+            self.control.admit(request)
+            if received.staged is None:
                 self.engine.begin([request])
             else:
-                staged.ready.add_done_callback(lambda _: self._begin_staged(request))
+                received.staged.ready.add_done_callback(lambda _: self._begin_staged(request))
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
             if self.engine.requests.drop(request):
@@ -184,6 +172,7 @@ class EngineThread:
             raise
         finally:
             self._wake.set()
+        return request.request_id
 
     def _begin_staged(self, request: ActiveRequest) -> None:
         if self.engine.requests.get(request.request_id) is request:  # otherwise it has ended
@@ -285,7 +274,7 @@ class EngineThread:
             by_request.setdefault(request, []).append(event)
             if event.output is not None:
                 self.control.note_output(event.output, request.prepared.request.sampling.max_tokens)
-                _call_all(self.on_end, event.output, request.prepared.request)
+                notify(self.on_end, event.output, request.prepared.request)
             if is_last:
                 ended.append(request)
         for request, events in by_request.items():
@@ -329,7 +318,7 @@ class EngineThread:
         self.load = self._look()
         if metrics.admitted:
             self.control.note_fewer()
-        _call_all(self.on_step, StepReport(metrics, self.load))
+        notify(self.on_step, metrics, self.load)
 
     def _look(self) -> Load:
         return self.engine.core.load(self.engine.stats(), self.engine.now())
@@ -337,12 +326,3 @@ class EngineThread:
     def _check_running(self) -> None:
         if self.failure.done():
             raise RuntimeError("the engine has failed, or is closed") from self.failure.exception()
-
-
-def _call_all(calls: list[Callable[..., object]], *arguments: object) -> None:
-    for call in tuple(calls):
-        try:
-            call(*arguments)
-        except Exception:
-            calls.remove(call)
-            logger.exception("an observer of the engine raised, and is not called any more")

@@ -21,7 +21,6 @@ from longctx.serving.executor.page_mover import PageMover
 from longctx.serving.executor.row_layout import RowLayout, TableEntry
 from longctx.serving.executor.step_shapes import Message, Rows, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
-from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
@@ -97,50 +96,56 @@ Place = tuple[int, int, int]
 
 
 @dataclass
-class PendingResults:
-    """Results of a batch in the last stage, on their way to the host."""
+class Pending:
+    """A batch, and once it is in the last stage, its results on their way to the host."""
 
-    drawn: SampledTokens
-    num_samples: int  # of a rank, in the arrays of `drawn`
+    layout: RowLayout
+    exchange: str = ""  # of its sharded rows, if it has some
+    pages: int = 0  # with cached keys of its sharded sequences, on the rank that has most
+    packed: tuple[Shape, np.ndarray] | None = None
+    drawn: SampledTokens | None = None
+    num_samples: int = 0  # of a rank, in the arrays of `drawn`
     prompts: list[tuple[Chunk, list[Place], Any]] = field(default_factory=list)  # where logprobs were asked for
 
-    @classmethod
-    def begin(
-        cls, runner: ModelRunner, layout: RowLayout, drawn: SampledTokens, hidden: Any, shape: Shape
-    ) -> "PendingResults":
+    def pack(self, shape: Shape) -> np.ndarray:
+        if self.packed is None or self.packed[0] != shape:
+            self.packed = shape, self.layout.pack_rows(shape)
+        return self.packed[1]
+
+    def ask(self, runner: ModelRunner, drawn: SampledTokens, hidden: Any, shape: Shape) -> None:
         """Ask for what the host wants to know besides the tokens."""
+        self.drawn, self.num_samples = drawn, shape.samples
         asked: list[tuple[Chunk, list[Place]]] = []
         targets = np.zeros((shape.ranks, shape.rows), np.int32)
-        for chunk in layout.batch.chunks:
+        for chunk in self.layout.batch.chunks:
             completion = completion_of(chunk.sequence)
             if completion.num_prompt_logprobs is not None and chunk.start < completion.num_prompt - 1:
-                rows = layout.rows_of(chunk, shape)
+                rows = self.layout.rows_of(chunk, shape)
                 for rank, row, position in rows:
                     if position < completion.num_prompt - 1:
                         targets[rank, row] = completion.tokens[position + 1]
                 asked.append((chunk, rows))
-        if not asked:
-            return cls(drawn, shape.samples)
-        results = runner.prompt_logprobs(hidden, targets, shape)
-        return cls(drawn, shape.samples, [(chunk, rows, results) for chunk, rows in asked])
+        if asked:
+            results = runner.prompt_logprobs(hidden, targets, shape)
+            self.prompts = [(chunk, rows, results) for chunk, rows in asked]
 
-    def results(self, layout: RowLayout) -> Results:
+    def results(self) -> Results:
         """Wait for it."""
-        sampled, drawn = layout.sampled, self.drawn
+        assert self.drawn is not None, "a batch is waited for that is not in the last stage yet"
+        sampled = self.layout.sampled
         at = [place.rank * self.num_samples + place.number for place in sampled]
-        tokens = np.asarray(drawn.tokens)[at].tolist()
+        tokens = np.asarray(self.drawn.tokens)[at].tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(sampled)
         wanted = [completion_of(place.chunk.sequence).params.logprobs for place in sampled]
         if any(count is not None for count in wanted):
-            arrays = [np.asarray(x) for x in drawn[1:]]
+            arrays = [np.asarray(x) for x in self.drawn[1:]]
             logprobs = [None if n is None else _logprob(arrays, i, n) for i, n in zip(at, wanted, strict=True)]
-        return Results(tokens, logprobs, [self._of_prompt(layout, *prompt) for prompt in self.prompts])
+        return Results(tokens, logprobs, [self._of_prompt(*prompt) for prompt in self.prompts])
 
-    @staticmethod
-    def _of_prompt(layout: RowLayout, chunk: Chunk, rows: list[Place], results: Any) -> Any:
+    def _of_prompt(self, chunk: Chunk, rows: list[Place], results: Any) -> Any:
         completion = completion_of(chunk.sequence)
         arrays = [np.asarray(x) for x in results]
-        each = arrays[0].shape[0] // layout.num_ranks
+        each = arrays[0].shape[0] // self.layout.num_ranks
         told = [
             _logprob(arrays, rank * each + row, completion.num_prompt_logprobs or 0)
             for rank, row, position in rows
@@ -163,22 +168,6 @@ def read_bytes(config: EngineConfig, ranks: int, page_bytes: int) -> int:
     """Bytes of pages that are read at a time to be stored, at most: those of two steps of all context ranks."""
     step_pages = -(-config.token_budget // config.page_size) * ranks
     return max(_READ_BYTES, 2 * step_pages * page_bytes)
-
-
-@dataclass
-class Pending:
-    """A batch, and once it is in the last stage, its results."""
-
-    layout: RowLayout
-    exchange: str = ""  # of its sharded rows, if it has some
-    pages: int = 0  # with cached keys of its sharded sequences, on the rank that has most
-    read_out: PendingResults | None = None
-    packed: tuple[Shape, np.ndarray] | None = None
-
-    def pack(self, shape: Shape) -> np.ndarray:
-        if self.packed is None or self.packed[0] != shape:
-            self.packed = shape, self.layout.pack_rows(shape)
-        return self.packed[1]
 
 
 class DeviceExecutor:
@@ -305,23 +294,17 @@ class DeviceExecutor:
         rows, samples, shape = self.assemble(batch)
         drawn, hidden = self.runner.step(rows, samples, shape)
         if len(self._stages) == self._plan.stage:
-            last = self._stages[0]
-            last.read_out = PendingResults.begin(self.runner, last.layout, drawn, hidden, shape)
+            self._stages[0].ask(self.runner, drawn, hidden, shape)
         return self._stages[-1]
 
     def wait(self, pending: Pending) -> Results:
-        assert pending.read_out is not None, "a batch is waited for that is not in the last stage yet"
-        return pending.read_out.results(pending.layout)
+        return pending.results()
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
         return [] if self.mover is None else self.mover.poll(timeout)
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         return self.runner.read_pages(pages, layers)
-
-    @property
-    def page_layout(self) -> PageLayout:
-        return self.runner.page_layout
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""

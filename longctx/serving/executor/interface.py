@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
-from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -46,11 +45,6 @@ class Executor(Protocol):
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         """Begin to read pages of the pool as they are after all submitted batches, of these layers at least."""
-        ...
-
-    @property
-    def page_layout(self) -> PageLayout:
-        """Layout of the pages that are read."""
         ...
 
     @property

@@ -59,6 +59,7 @@ class PageFit:
         use = self._measure()
         if num_pages is not None:
             self.use = use.with_pages(num_pages)
+            self.use.check()
             return num_pages
         pages = self._fitting(use)
         for _ in range(_ROUNDS):

@@ -14,9 +14,8 @@ import numpy as np
 
 from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Cancel, LoadEnd, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.recording.log import RECORDS, Header
 from longctx.serving.recording.records import (
@@ -24,7 +23,6 @@ from longctx.serving.recording.records import (
     STOP,
     Arrived,
     Cancelled,
-    Cleared,
     Closed,
     Ended,
     Failed,
@@ -156,11 +154,11 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             case Arrival():
                 self._write(_arrived(update, sequences))
             case Cancel():
-                self._write(Cancelled(update.request_id, update.now, self._take_left(), update.lease))
+                self._write(Cancelled(update.request_id, update.now, self._take_left()))
             case Release():
                 self._write(Released(update.lease_id))
-            case Loaded():
-                self._write(LoadEnded(*update))
+            case LoadEnd(loaded):
+                self._write(LoadEnded(*loaded))
 
     def note_step(self, now: float) -> None:
         self._now = now
@@ -178,10 +176,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             self._keys.clear()
             ends = _ends(step.batch, events)
             ended = Ended(step.finished, step.duration, step.is_exact, ends, keys, self._take_left())
-        self._write(Step(self._now, self._decisions.raw, ended))
-
-    def note_clear(self) -> None:
-        self._write(Cleared())
+        self._write(Step(self._now, self._decisions.digest, ended))
 
     def note_failure(self, cause: str) -> None:
         self._write(Failed(cause))
@@ -224,7 +219,6 @@ def open_recorder(directory: str | os.PathLike[str], max_bytes: int = 2**30) -> 
 
 def _arrived(arrival: Arrival, sequences: List[Sequence]) -> Arrived:
     request, first = arrival.request, sequences[0]
-    assert arrival.tokens is not None
     return Arrived(
         request_id=arrival.request_id,
         now=arrival.now,

@@ -41,12 +41,11 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """A request has been cancelled, or ended for another engine (`lease`); `left` as in `Ended`."""
+    """A request has been cancelled; `left` as in `Ended`."""
 
     request_id: str
     now: float
     left: tuple[PartialPage | None, ...]
-    lease: str | None = None
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
@@ -70,10 +69,6 @@ class Step(msgspec.Struct, array_like=True, frozen=True, tag=3):
     now: float
     digest: bytes
     ended: Ended | None
-
-
-class Cleared(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """The cache has forgotten what it held."""
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=5):
@@ -102,7 +97,7 @@ class Released(msgspec.Struct, array_like=True, frozen=True, tag=8):
     lease_id: str
 
 
-Record = Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released
+Record = Arrived | Cancelled | Step | Failed | Closed | LoadEnded | Released
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

@@ -93,11 +93,8 @@ class Completion:
     @property
     def lease_id(self) -> str | None:
         """Under which its pages are kept for another engine; None: they are not."""
-        return None if self.request.lease is None else self.lease_under(self.request.lease)
-
-    def lease_under(self, name: str) -> str:
-        """The id of its own lease, of those of its request."""
-        return name if self.params.n == 1 else f"{name}/{self.index}"
+        name = self.request.lease
+        return name if name is None or self.params.n == 1 else f"{name}/{self.index}"
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -7,16 +7,21 @@ Source: Mooncake, section 3 (steps 3 and 4: a request joins the decoding side wh
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from longctx.models.validation import MAX_INT32, check_integer
+import msgspec
+
+from longctx.models.validation import MAX_INT32
 from longctx.serving.request.output import Output, TokenLogprob
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.validation import check_text
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
 
 
-class Progress(NamedTuple):
+@dataclass(frozen=True)
+class Progress:
     """Progress of a completion.
 
     Attributes:
@@ -27,12 +32,13 @@ class Progress(NamedTuple):
     """
 
     lease: str | None
-    length: int
-    tokens: tuple[int, ...]
+    length: _Count
+    tokens: tuple[_Count, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Handoff(NamedTuple):
+@dataclass(frozen=True)
+class Handoff:
     """Results that another engine has computed of a request.
 
     Attributes:
@@ -41,7 +47,7 @@ class Handoff(NamedTuple):
       prompt_logprobs: of the prompt's tokens but the first, as far as it has been read, if the request asks for them.
     """
 
-    seed: int
+    seed: _Count
     completions: tuple[Progress, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -64,27 +70,16 @@ class Handoff(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
-            "seed": self.seed,
-            "completions": [
-                {**each._asdict(), "tokens": list(each.tokens), "logprobs": _plain(each.logprobs)}
-                for each in self.completions
-            ],
-            "prompt_logprobs": None if self.prompt_logprobs is None else _plain(self.prompt_logprobs),
-        }
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
     @classmethod
     def from_dict(cls, fields: Any) -> "Handoff":
         """The handoff of such fields, which anybody may have sent; ValueError if they are none."""
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"handoff must be an object, got {type(fields).__name__}")
         try:
-            seed = check_integer("handoff.seed", fields["seed"], 0, MAX_INT32)
-            completions = tuple(_progress(each) for each in fields["completions"])
-            prompt = fields.get("prompt_logprobs")
-            return cls(seed, completions, None if prompt is None else _logprobs(prompt))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"handoff is none that an engine makes: {type(error).__name__}: {error}") from None
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"handoff is none that an engine makes: {error}") from None
 
     def check(self, num_prompt: int, sampling: SamplingParams, vocab_size: int) -> None:
         """ValueError, unless it can be of a request with such a prompt and sampling parameters."""
@@ -121,24 +116,3 @@ def _check_logprobs(name: str, given: tuple[TokenLogprob, ...], num_top: int | N
             raise ValueError(f"handoff must have {name} that are finite numbers")
         if not all(0 <= token < vocab_size for token, _ in each.top):
             raise ValueError(f"handoff must have {name} of tokens in the vocabulary, 0 to {vocab_size - 1}")
-
-
-def _plain(logprobs: tuple[TokenLogprob, ...]) -> list[Any]:
-    return [[x.logprob, [list(pair) for pair in x.top]] for x in logprobs]
-
-
-def _progress(fields: Mapping[str, Any]) -> Progress:
-    lease = fields["lease"]
-    return Progress(
-        None if lease is None else check_text("lease", lease),
-        check_integer("length", fields["length"], 0, MAX_INT32),
-        tuple(check_integer("tokens", token, 0, MAX_INT32) for token in fields["tokens"]),
-        _logprobs(fields.get("logprobs", ())),
-    )
-
-
-def _logprobs(listed: Any) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        TokenLogprob(float(logprob), tuple((check_integer("token", token, 0), float(other)) for token, other in top))
-        for logprob, top in listed
-    )

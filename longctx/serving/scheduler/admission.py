@@ -112,12 +112,6 @@ class PrefixWaits:
         waits = set().union(*(leader.waiting for leader in self._leaders.values()))
         return [sequence for sequence in waiting if sequence not in waits]
 
-    def leader_of(self, sequence: Sequence) -> Sequence | None:
-        """Whom a sequence waits for now."""
-        leader = self._leader_of.get(sequence)
-        waits = leader is not None and leader in self._leaders and sequence in self._leaders[leader].waiting
-        return leader if waits else None
-
     def forget(self, sequence: Sequence) -> None:
         """It has been admitted, or has ended, or its pages are there."""
         leader = self._leader_of.pop(sequence, None)
@@ -230,10 +224,6 @@ class Admission:
     def blocked(self) -> Sequence | None:
         """The most urgent sequence, if it had no room when it was looked at last."""
         return None if self._blocked is None else self._blocked.sequence
-
-    def waits_for(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence that computes the pages of a prefix which a sequence waits for."""
-        return self._waits.leader_of(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Let a new or preempted sequence wait."""

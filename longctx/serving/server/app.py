@@ -30,11 +30,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
-    """Return the app of a server. It starts the server when it is started, and closes it at its end.
-
-    Args:
-      routers: of routes besides those that all servers have.
-    """
+    """Return the app of a server. It starts the server when it is started, and closes it at its end."""
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

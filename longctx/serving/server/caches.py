@@ -85,12 +85,7 @@ class Cache:
 
 
 class Caches:
-    """Caches of a server, for the event loop's thread.
-
-    Args:
-      quota: tokens of a tenant's documents together; None: as many as can be pinned.
-      max_ttl: seconds.
-    """
+    """Caches of a server, for the event loop's thread."""
 
     def __init__(self, thread: EngineThread, model_name: str, quota: int | None, max_ttl: float) -> None:
         self._thread, self._model_name, self._quota, self._max_ttl = thread, model_name, quota, max_ttl
@@ -99,11 +94,7 @@ class Caches:
         self._caches: defaultdict[str, dict[str, Cache]] = defaultdict(dict)  # by tenant
 
     def create(self, tenant: str, document: Document) -> CacheAnswer:
-        """Begin to read a document, and keep its pages.
-
-        Raises:
-          ApiError: there are no tiers, it is too long or short, or there is no room, in the server or the quota.
-        """
+        """Begin to read a document, and keep its pages."""
         self._check_room(tenant, document)
         cache_id = f"cache_{secrets.token_hex(16)}"
         cache = Cache(document.prefix(cache_id), document, time.time())

@@ -24,13 +24,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """Answer that is an error: an HTTP status, a sentence for people, and a code for programs.
-
-    Args:
-      param: the field of the request that is wrong.
-      code: a short name of what is wrong.
-      retry_after: seconds after which to try again.
-    """
+    """Answer that is an error: an HTTP status, a sentence for people, and a code for programs."""
 
     def __init__(
         self,

@@ -45,9 +45,6 @@ class Backend(Protocol):
 class Frontend(ABC):
     """Serves calls to the app of one event loop.
 
-    Args:
-      parser: of calls; it has the names and sizes of the model.
-
     Attributes:
       backend: computes requests. A subclass sets it.
       max_waiting: completions that one call may ask for, as all of them have to wait together. A subclass sets it.
@@ -124,16 +121,7 @@ class Frontend(ABC):
         headers: Mapping[str, str] | None = None,
         received: Received | None = None,
     ) -> "ActiveCall":
-        """Submit a call's requests to the backend; `end_call` has to follow.
-
-        Args:
-          arrival: by the backend's clock.
-          headers: of the request.
-          received: what another engine has computed of the call's one request.
-
-        Raises:
-          ApiError: a request can never be served, or not now, or the engine has failed.
-        """
+        """Submit a call's requests to the backend; `end_call` has to follow."""
         self._num_starting += 1
         try:
             if self._takes_long(call):
@@ -160,12 +148,7 @@ class Frontend(ABC):
                 self.failures.pop(request_id, None)
 
     def abort(self, name: str, tenant: str | None) -> bool:
-        """Cancel a client's request; return False if there is none of this name, or it is another tenant's.
-
-        Args:
-          name: the id that the client sent, or that stands in its answer.
-          tenant: whose requests may be ended; None: anybody's.
-        """
+        """Cancel a client's request; return False if there is none of this name, or it is another tenant's."""
         found = [call for call in self.find(name) if tenant in (None, call.call.requests[0].request.tenant)]
         for active in found:
             active.cancel()
@@ -231,16 +214,8 @@ class ActiveCall:
 
     Its methods are for the event loop's thread.
 
-    Args:
-      shown_id: by which the client knows the call.
-      arrival: by the backend's clock.
-      received: what another engine has computed of the call's one request.
-
     Attributes:
       submitted: ids of all its requests.
-
-    Raises:
-      ApiError: a request can never be served, or not now, or the engine has failed.
     """
 
     def __init__(
@@ -280,11 +255,7 @@ class ActiveCall:
         return bool(self._open)
 
     async def take(self) -> list[Delivery]:
-        """Wait for events, and return all that are there with the numbers of their requests; none after a nudge.
-
-        Raises:
-          ApiError: a request has failed, or the client reads too slowly.
-        """
+        """Wait for events, and return all that are there with the numbers of their requests; none after a nudge."""
         taken = await self.stream.take()
         if self.stream.has_ended:
             raise ApiError(408, "the client reads too slowly: its request was cancelled", code="slow_reader")

@@ -193,11 +193,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket for `HttpServer.run`, which does not listen yet.
-
-    Raises:
-      ValueError: the address can't be had.
-    """
+    """Return a socket for `HttpServer.run`, which does not listen yet."""
     if not 0 <= port < 2**16:
         raise ValueError(f"--port must be 0 to 65535, got {port}")
     try:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from longctx.serving.engine.metrics import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -129,12 +128,7 @@ class TierChanges:
 class KvEvents:
     """Listener of an engine's page pool and tiers that hands on the changes of each step; another thread encodes them.
 
-    Args:
-      thread: of an engine that caches prefixes. Its pool's listener is this object from now on.
-      publish: is called after a step with a function that returns the step's encoded batch. It must not block.
-
-    Raises:
-      ValueError: the engine does not cache prefixes, or has a listener already.
+    `publish` is called after a step with a function that returns the step's encoded batch. It must not block.
     """
 
     def __init__(self, thread: EngineThread, publish: Callable[[Callable[[], bytes]], object]) -> None:
@@ -186,7 +180,7 @@ class KvEvents:
         if not self._announced and not self._tiers.num_pages:
             self._changes.append(None)
 
-    def flush(self, report: StepReport | None = None) -> None:
+    def flush(self, *step: object) -> None:
         """Hand on the changes since the last call."""
         with self._handing_on:
             changes, self._changes = self._changes, []

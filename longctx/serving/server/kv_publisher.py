@@ -4,16 +4,15 @@ The frames are vLLM's. On the PUB socket: topic, number (8 bytes, big-endian), p
 of a number is answered by all messages from it on that are kept, each as empty frame, topic, number, payload, and by a
 last one with the number -1. A subscriber that sees a number go back knows that the publisher is new.
 
-The last 10,000 messages are kept. A request of an older one is answered from the oldest that is kept.
+The last 10,000 messages are kept. A request of an older one is answered from the oldest that is kept. Replays come one
+after another; a reader that takes nothing for two seconds gets no more, and may ask again.
 """
 
 import logging
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
@@ -26,44 +25,21 @@ LAST = (-1).to_bytes(8, "big", signed=True)
 
 _KEPT = 10_000  # messages that can be asked for
 _SUBSCRIBER = 100_000  # messages that wait for a slow subscriber, who then misses some, and asks for them
-_READER = 100  # messages of a replay that ZeroMQ holds for a reader; the others wait here
-_REPLAYS = 256  # at a time; for one more, the reader that has taken nothing for the longest time is given up
-_POLL = 10, 100  # milliseconds until slow readers are tried again, if one has taken something now, and if none has
+_READER = 100  # messages of a replay that ZeroMQ holds for a reader
+_TIMEOUT = 2_000  # milliseconds for which a reader may take nothing, while others wait for their replays
+_POLL = 100  # milliseconds until the end of the publisher is noticed
 _HEARTBEAT = 5_000  # milliseconds; a reader that is gone is forgotten after some
 _LINGER = 200  # milliseconds for which the last messages may be sent at the end
-
-
 _Message = tuple[bytes, bytes, bytes]  # topic, number, payload
-
-
-@dataclass(eq=False)
-class _Replay:
-    """Messages that a reader is still to get."""
-
-    reader: bytes
-    messages: Iterator[_Message]
-    next: _Message | None = None
-    sent: int = 0
-    waiting_since: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.next = next(self.messages, None)
 
 
 class KvPublisher:
     """Publisher that sends from a thread of its own and replays from another: callers of `publish` never wait.
 
-    Args:
-      endpoint: where subscribers are, such as "tcp://127.0.0.1:5557". It is bound if its host is `*` or this machine
-        alone, as are `ipc` and `inproc`; to another host it connects.
-      replay: bound likewise, for readers of missed messages; None: there is no replay.
-      topic: the first frame of each message.
+    Endpoints of this machine, or of `*`, are bound; to another host the publisher connects.
 
     Attributes:
       endpoint, replay_endpoint: what they are bound to, where a port was `*`.
-
-    Raises:
-      ValueError: an endpoint is no ZeroMQ address, or in use.
     """
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
@@ -75,7 +51,7 @@ class KvPublisher:
         self._context = zmq.Context()
         self._socket, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(_SUBSCRIBER)
-        self._router.sndhwm = _READER
+        self._router.sndhwm, self._router.sndtimeo = _READER, _TIMEOUT
         self._router.router_mandatory = True  # a reader that is gone is an error, not a message lost
         self._router.heartbeat_ivl, self._router.heartbeat_timeout = _HEARTBEAT, 4 * _HEARTBEAT
         self._socket.linger = self._router.linger = _LINGER
@@ -116,46 +92,27 @@ class KvPublisher:
             self._socket.send_multipart(message)  # never waits: what a subscriber has no room for is dropped
             number += 1
 
-    # In the thread of replays.
-
     def _serve_replays(self) -> None:
-        replays: list[_Replay] = []
-        short, long = _POLL
-        wait = long
         while not self._is_closing.is_set():
-            if self._router.poll(wait, zmq.POLLIN) and (replay := self._read_request()) is not None:
-                if len(replays) == _REPLAYS:
-                    replays.remove(min(replays, key=lambda replay: replay.waiting_since))
-                replays.append(replay)
-            sent = sum(replay.sent for replay in replays)
-            are_done = list(map(self._go_on, replays))
-            wait = short if sent != sum(replay.sent for replay in replays) else long
-            replays = [replay for replay, is_done in zip(replays, are_done, strict=True) if not is_done]
+            if not self._router.poll(_POLL, zmq.POLLIN):
+                continue
+            reader, *frames = self._router.recv_multipart()
+            if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+                logger.warning("a request for missed KV events is not an empty frame and 8 bytes: it is ignored")
+                continue
+            try:
+                self._replay(reader, int.from_bytes(frames[1], "big"))
+            except zmq.ZMQError as error:  # it has gone, or takes nothing
+                logger.info("a reader of missed KV events is given up: %s", error)
 
-    def _read_request(self) -> _Replay | None:
-        reader, *frames = self._router.recv_multipart()
-        if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
-            logger.warning("a request for missed KV events is not an empty frame and 8 bytes: it is ignored")
-            return None
-        first = int.from_bytes(frames[1], "big")
+    def _replay(self, reader: bytes, first: int) -> None:
         with self._lock:
             messages = list(self._kept)
         oldest = int.from_bytes(messages[0][1], "big") if messages else 0
-        return _Replay(reader, iter([*messages[max(0, first - oldest) :], (b"", LAST, b"")]))
-
-    def _go_on(self, replay: _Replay) -> bool:
-        """Send as much as the reader takes now; return whether that was all, or the reader is gone."""
-        try:
-            while replay.next is not None:
-                self._router.send_multipart([replay.reader, b"", *replay.next], zmq.NOBLOCK)
-                replay.next = next(replay.messages, None)
-                replay.sent += 1
-                replay.waiting_since = time.monotonic()
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            logger.info("a reader of missed KV events has gone: %s", error)
-        return True
+        for message in (*messages[max(0, first - oldest) :], (b"", LAST, b"")):
+            self._router.send_multipart([reader, b"", *message])
+            if self._is_closing.is_set():
+                return
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, name: str, may_connect: bool = False) -> str:

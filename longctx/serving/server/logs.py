@@ -49,11 +49,7 @@ def install(form: LogFormat, stream: TextIO) -> Callable[[], None]:
 
 
 class RequestLog:
-    """Logs a request when the last of its completions has ended, to the logger `longctx.requests`.
-
-    Args:
-      shows_prompts: log the tokens of prompts and answers, and the answers' text, too.
-    """
+    """Logs a request when the last of its completions has ended, to the logger `longctx.requests`."""
 
     def __init__(self, shows_prompts: bool = False) -> None:
         self._shows_prompts = shows_prompts

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from longctx.serving.engine.metrics import StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -66,18 +66,10 @@ _TIER_GAUGES = {
 class ServerMetrics(RenderedMetrics):
     """Counts what an engine's thread does from now on, and renders it.
 
-    Args:
-      prefix: of the metrics that vLLM has too, such as "vllm".
-      thread: its `on_step` and `on_end` get this object's observers.
-      model_name: the value of the label `model_name`.
-
     Attributes:
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
-
-    Raises:
-      ValueError: prefix is no name of letters, digits and underscores.
     """
 
     def __init__(self, prefix: str, thread: EngineThread, model_name: str) -> None:
@@ -97,9 +89,9 @@ class ServerMetrics(RenderedMetrics):
         thread.on_end.append(self.observe_request)
         thread.engine.pages.on_load.append(self._observe_load)
 
-    def observe_step(self, report: StepReport) -> None:
+    def observe_step(self, step: StepMetrics, load: Load) -> None:
         """Count a step that has ended; in the engine's thread."""
-        step, seen, own = report.metrics, self._histograms, self._own
+        seen, own = self._histograms, self._own
         seen["time_to_first_token_seconds"].observe_all(step.first_tokens)
         seen["inter_token_latency_seconds"].observe_all(step.gaps)
         seen["iteration_tokens_total"].observe(step.decodes + step.prompt_tokens)

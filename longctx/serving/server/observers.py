@@ -22,15 +22,9 @@ logger = logging.getLogger(__name__)
 class Observers:
     """Observers of an engine's thread, which hands on what has ended, and never waits.
 
-    Args:
-      stream: for the log; None: standard error.
-
     Attributes:
       metrics: of the server.
       tracing: makes spans; None: there are none.
-
-    Raises:
-      ValueError: a setting is out of range, or needs what is not installed.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ prompt and no answer: of a request its shortened id and counts.
 """
 
 import asyncio
+import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
@@ -14,12 +15,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from longctx.serving.engine.metrics import Load, StepReport
+from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 
 INTERVAL = 0.1  # seconds between two messages
+PING_INTERVAL = 15.0  # seconds
 STEPS_KEPT = 240  # for a new viewer
 STEPS_SENT = 40  # in one message, the latest
 OUTPUTS_KEPT = 60
@@ -59,10 +61,8 @@ class PageFeed(ABC):
     async def messages(self) -> AsyncGenerator[str]:
         """Yield one message with the last steps and outputs, then each new one.
 
-        The second may repeat some of the first: steps and outputs have numbers.
-
-        Raises:
-          TooManyViewers: there are `MAX_VIEWERS` already.
+        The second may repeat some of the first: steps and outputs have numbers. Where nothing is new for long, an empty
+        text comes.
         """
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} pages watch this server already")
@@ -75,7 +75,11 @@ class PageFeed(ABC):
                 self._task = asyncio.create_task(self._publish())
             yield str(self._message(is_first=True))
             while True:
-                yield await queue.get()
+                message = ""
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PING_INTERVAL):
+                        message = await queue.get()
+                yield message
         finally:
             self._queues.remove(queue)
             self.num_viewers -= 1
@@ -112,31 +116,31 @@ class EngineFeed(PageFeed):
     def __init__(self, thread: EngineThread, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._thread = thread
-        self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[tuple[StepMetrics, Load]] = deque(maxlen=STEPS_KEPT)
         self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
         self._sent_step = -1
         self._sent_load: Load | None = None
 
-    def observe_step(self, report: StepReport) -> None:
+    def observe_step(self, step: StepMetrics, load: Load) -> None:
         """Observe a step."""
         with self._lock:
-            self._steps.append(report)
+            self._steps.append((step, load))
 
     def _message(self, is_first: bool) -> str | None:
         load, ended = self._thread.load, self._ended(is_first)
         with self._lock:
-            steps = [report for report in self._steps if is_first or report.metrics.number > self._sent_step]
+            steps = [each for each in self._steps if is_first or each[0].number > self._sent_step]
         if not is_first:
             if not steps and not ended and load is self._sent_load:
                 return None
             self._sent_load = load
             if steps:
-                self._sent_step = steps[-1].metrics.number
+                self._sent_step = steps[-1][0].number
         num_steps = STEPS_KEPT if is_first else STEPS_SENT
         return json.dumps(
             {
                 "load": _load(load),
-                "steps": [_step(report) for report in steps[-num_steps:]],
+                "steps": [_step(*each) for each in steps[-num_steps:]],
                 "skipped": max(0, len(steps) - num_steps),
                 "reading": self._progress(steps),
                 "ended": ended,
@@ -144,10 +148,10 @@ class EngineFeed(PageFeed):
             separators=(",", ":"),
         )
 
-    def _progress(self, steps: Iterable[StepReport]) -> list[tuple[str, int, int]]:
+    def _progress(self, steps: Iterable[tuple[StepMetrics, Load]]) -> list[tuple[str, int, int]]:
         """Return (id, tokens done, tokens) of prompts that are being read."""
-        for report in steps:
-            for request_id, _, decodes in report.metrics.rows:
+        for step, _ in steps:
+            for request_id, _, decodes in step.rows:
                 if not decodes and len(self._reading) < MAX_READING:
                     self._reading.setdefault(request_id)
         told = []
@@ -175,8 +179,7 @@ def _load(load: Load) -> dict[str, Any]:
     }
 
 
-def _step(report: StepReport) -> dict[str, Any]:
-    metrics = report.metrics
+def _step(metrics: StepMetrics, load: Load) -> dict[str, Any]:
     prompts = [(short_id(request_id), rows) for request_id, rows, decodes in metrics.rows if not decodes]
     return {
         "number": metrics.number,
@@ -184,8 +187,8 @@ def _step(report: StepReport) -> dict[str, Any]:
         "seconds": round(metrics.seconds, 6),
         "decodes": metrics.decodes,
         "prompts": prompts,
-        "running": report.load.running,
-        "waiting": report.load.waiting,
+        "running": load.running,
+        "waiting": load.waiting,
     }
 
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +18,6 @@ from longctx.serving.server.auth import too_large
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.request_parser import Kind, Origin, RequestParser, parse_body, parse_fields
 from longctx.serving.server.settings import ServerSettings
-from longctx.serving.worker_process import follow_parent
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -36,9 +37,6 @@ class Bodies:
         """Yield the body of a request, which is held meanwhile.
 
         It must be JSON by its header, which no form of a web page is.
-
-        Raises:
-          ApiError: it is none, too large, or too slow; or others fill the memory that there is for them.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -90,11 +88,7 @@ since tokenising and hashing hold the interpreter's lock."""
 
 
 class Preparer:
-    """Parser that runs where it is called for short bodies, in threads for others, and in processes for long ones.
-
-    Args:
-      num_processes: 0: threads read the long ones too.
-    """
+    """Parser that runs where it is called for short bodies, in threads for others, and in processes for long ones."""
 
     def __init__(self, parser: RequestParser, num_processes: int) -> None:
         self.parser, self._num_processes = parser, num_processes
@@ -106,12 +100,6 @@ class Preparer:
         if self._num_processes:
             for _ in range(self._num_processes):
                 self._pool().submit(os.getpid)
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that run."""
-        # The pool has no other way to tell.
-        return [] if self._processes is None else list(self._processes._processes)
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """Parse a body, see `parse_body`: return a `ParsedCall`, or what else the kind gives."""
@@ -150,10 +138,19 @@ _parser: RequestParser
 
 
 def _begin(parser: RequestParser) -> None:
-    """Keep the parser, in a new process."""
+    """Keep the parser, in a new process that ends with its parent, however that ends."""
     global _parser
     _parser = parser
-    follow_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _read_there(kind: Kind, body: bytes, origin: Origin) -> Any:

@@ -79,10 +79,6 @@ class RelayBroken(RuntimeError):
 class RelayedOutputs:
     """Outputs of a request that another server computes, as far as the client has had them.
 
-    Args:
-      arrival: by the clock of `read`.
-      seed: of its first completion.
-
     Attributes:
       open: the completions that have not ended.
       cached_tokens: of the prompt, for the outputs' metrics; None: what they say already.
@@ -135,14 +131,11 @@ class RelayedOutputs:
     def handoff(self) -> Handoff:
         """Return the handoff to a server that computes what is missing; no lease has any pages."""
         handoff = Handoff.of(self.outputs)
-        return handoff._replace(completions=tuple(each._replace(lease=None) for each in handoff.completions))
+        completions = tuple(dataclasses.replace(each, lease=None) for each in handoff.completions)
+        return dataclasses.replace(handoff, completions=completions)
 
     def read(self, entry: EventLine, now: float) -> Event | None:
-        """Return the client's event of one of the other server's; None: the client has had it.
-
-        Raises:
-          RelayBroken: it can't be right, or the other server has failed.
-        """
+        """Return the client's event of one of the other server's; None: the client has had it."""
         index, tokens = entry.index, entry.token_ids
         if index not in self._repeated or len(tokens) > 1:
             raise RelayBroken("its events are not of this request")

@@ -39,11 +39,7 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "special_tokens"})
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Rendering of chats: by a template, or without one as plain questions and answers. It travels to processes.
-
-    Args:
-      template: instead of the tokenizer's own.
-    """
+    """Rendering of chats: by a template, or without one as plain questions and answers. It travels to processes."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
@@ -58,11 +54,7 @@ class ChatFormat:
         return () if self.has_template else PLAIN_STOP
 
     def tokens(self, fields: ChatFields) -> np.ndarray:
-        """Return the prompt of a chat, int32 `[T]`; a template's text has its special tokens already.
-
-        Raises:
-          ValueError: the template refuses the messages, or exceeds its limits.
-        """
+        """Return the prompt of a chat, int32 `[T]`; a template's text has its special tokens already."""
         variables = dict(fields.chat_template_kwargs or {})
         reserved = _RESERVED & set(variables)
         if reserved:
@@ -165,13 +157,6 @@ class RequestParser:
     """Checks, tokenises and hashes. It has no state, and travels to processes.
 
     Its methods raise ApiError, TypeError or ValueError for an error of the client: call them through `parse_body`.
-
-    Args:
-      names: of the model; a request that names another one is refused.
-      settings: limits and defaults of requests.
-      config: of the engines.
-      max_length: tokens of prompt and answer.
-      tpot: the engines' TPOT target in seconds; None: they have none, and neither have requests.
     """
 
     def __init__(

@@ -178,9 +178,7 @@ class ResponseWriter(ABC):
             self._count(number, tokens, event.output)
             if event.text or event.output is not None or event.logprobs or (self._gives_tokens and tokens):
                 for choice in self._choices(number, event.index):
-                    piece = self._piece(choice, number, event)
-                    if piece is not None:
-                        yield self._chunk(piece)
+                    yield self._chunk(self._piece(choice, number, event))
 
     def end(self) -> Iterator[Answer]:
         """Yield the chunk after all others, which has no choices, if the client asked for the usage."""
@@ -196,7 +194,7 @@ class ResponseWriter(ABC):
         """Return the beginning of a choice before there is any token."""
 
     @abstractmethod
-    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
+    def _piece(self, choice: int, number: int, event: Event) -> Choice:
         """Return what an event adds to a choice."""
 
     def _kept(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -262,15 +260,13 @@ class CompletionWriter(ResponseWriter):
         super().__init__(call, call_id, model, token_bytes)
         body = cast(CompletionBody, call.body)
         self._echoes, self._has_logprobs, self._keeps = bool(body.echo), body.logprobs is not None, body.max_tokens != 0
-        # The log probabilities of a prompt are known with the last event of its first completion.
-        self._is_late = self._echoes and self._has_logprobs
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        self._late: list[tuple[int, int, Output]] = []
         self._lists: dict[int, LogprobLists] = {}
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         for (number, index), output in outputs.items():
-            self._note_prompt(number, index, output)
+            if index == 0 and output.prompt_logprobs is not None:
+                self._prompt_logprobs[number] = output.prompt_logprobs
         return super().whole(outputs)
 
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
@@ -295,17 +291,10 @@ class CompletionWriter(ResponseWriter):
         return LogprobLists(self._bytes).write([*prompt, *tokens], [*of_prompt, *logprobs])
 
     def _first(self, choice: int, number: int) -> Choice | None:
-        if not self._echoes or self._is_late:
-            return None
-        return Choice(choice, self._call.texts[number])
+        return Choice(choice, self._call.texts[number]) if self._echoes else None
 
-    def _piece(self, choice: int, number: int, event: Event) -> Choice | None:
+    def _piece(self, choice: int, number: int, event: Event) -> Choice:
         output = event.output
-        if self._is_late:
-            if output is not None:
-                self._note_prompt(number, event.index, output)
-                self._late.append((choice, number, output))
-            return None
         text, tokens = (event.text, event.token_ids) if self._keeps else ("", ())
         reason = None if output is None else _REASONS[output.finish_reason] if self._keeps else "length"
         logprobs = None
@@ -315,18 +304,9 @@ class CompletionWriter(ResponseWriter):
         given = list(tokens) if self._gives_tokens else UNSET
         return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given)
 
-    def end(self) -> Iterator[Answer]:
-        for choice, number, output in sorted(self._late, key=lambda late: late[0]):
-            yield self._chunk(self._choice(choice, number, output))
-        yield from super().end()
-
     def _kept(self, tokens: Sequence) -> Sequence:
         """Return no tokens, if the client asked for none: the engine makes at least one."""
         return tokens if self._keeps else tokens[:0]
-
-    def _note_prompt(self, number: int, index: int, output: Output) -> None:
-        if index == 0 and output.prompt_logprobs is not None:
-            self._prompt_logprobs[number] = output.prompt_logprobs
 
 
 def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:

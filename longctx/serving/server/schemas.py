@@ -215,11 +215,7 @@ class GenerationBody(Body):
         return 1 if self.n is None else self.n
 
     def sampling(self, max_tokens: int, logprobs: int | None, stop: tuple[str, ...], **more: Any) -> SamplingParams:
-        """Return the sampling parameters. n choices of a greedy answer are one, which is copied.
-
-        Raises:
-          TypeError, ValueError: a value is out of the engine's range.
-        """
+        """Return the sampling parameters. n choices of a greedy answer are one, which is copied."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given: dict[str, Any] = {"temperature": 1.0}
         given |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
@@ -275,6 +271,8 @@ class CompletionBody(GenerationBody):
     def _some_tokens(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, or echo true")
+        if self.stream and self.echo and self.logprobs is not None:  # those of the prompt come with its end
+            raise ValueError("echo must come with stream: false, or without logprobs")
         return self
 
 

@@ -14,10 +14,6 @@ Delivery = tuple[int, list[Event]]
 class Stream:
     """Stream of the events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
 
-    Args:
-      limit: deliveries that may wait for the reader; more of them make it overflow.
-      overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
-
     Attributes:
       has_ended: the stream has overflowed, or is closed.
     """
@@ -70,11 +66,7 @@ class Stream:
 
 
 class EventDispatcher:
-    """Dispatcher of events from the engine's thread to an event loop, with one wake-up a step.
-
-    Args:
-      loop: in whose thread the streams are read.
-    """
+    """Dispatcher of events from the engine's thread to an event loop, with one wake-up a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -82,11 +74,7 @@ class EventDispatcher:
         self._is_woken = False
 
     def sink(self, stream: Stream, number: int, is_whole: bool) -> Callable[[list[Event]], None]:
-        """Return the sink that the engine's thread calls with the events of a call's request.
-
-        Args:
-          is_whole: only ends count, since the client waits for the whole answer.
-        """
+        """Return the sink that the engine's thread calls with the events of a call's request."""
         append = self._queue.append
 
         def push(events: list[Event]) -> None:

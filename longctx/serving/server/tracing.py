@@ -22,16 +22,7 @@ _PHASES = (
 
 
 class Tracing:
-    """Makes spans of completions, and sends them in batches from a thread of its own.
-
-    Args:
-      exporter: an OpenTelemetry `SpanExporter`, such as `otlp_exporter` makes.
-      model_name: by which clients call the model.
-      clock: the engine's, in whose seconds metrics are.
-
-    Raises:
-      MissingExtra: OpenTelemetry is not installed.
-    """
+    """Makes spans of completions, and sends them in batches from a thread of its own."""
 
     def __init__(self, exporter: Any, model_name: str, clock: Callable[[], float]) -> None:
         with extras.needed("otlp", "otlp"):
@@ -110,11 +101,7 @@ class Tracing:
 
 
 def otlp_exporter(endpoint: str) -> Any:
-    """Return an exporter of spans to a collector over HTTP, such as "http://localhost:4318/v1/traces".
-
-    Raises:
-      ValueError: the endpoint is no HTTP address; or, as MissingExtra, OpenTelemetry's exporter is not installed.
-    """
+    """Return an exporter of spans to a collector over HTTP, such as "http://localhost:4318/v1/traces"."""
     if not endpoint.startswith(("http://", "https://")):
         raise ValueError(f"otlp must be an address such as http://localhost:4318/v1/traces, got {endpoint!r}")
     with extras.needed("otlp", "otlp"):

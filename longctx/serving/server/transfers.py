@@ -109,15 +109,7 @@ _NO_TRANSFERS = "this server moves no requests: engines do that are started with
 def begin_transfer(
     transfers: Transfers | None, call: ParsedCall, headers: Mapping[str, str], is_admin: bool
 ) -> tuple[ParsedCall, Received | None]:
-    """Return a call as the engine gets it: with a lease if another engine decodes, and what it receives.
-
-    Args:
-      headers: of the request.
-      is_admin: whether an administrator sends it: others may not name a server that has a prefix.
-
-    Raises:
-      ApiError: `kv_transfer_params` can't be followed.
-    """
+    """Return a call as the engine gets it: with a lease if another engine decodes, and what it receives."""
     params = call.body.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill or params.prefix):
         return call, None

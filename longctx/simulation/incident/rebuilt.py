@@ -16,8 +16,8 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.orders import DecisionLog, RequestUpdate
 from longctx.serving.engine.active_request import ActiveRequests
 from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import run_step
 from longctx.serving.engine.input_processor import SequenceMaker
-from longctx.serving.engine.steps import run_step
 from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
@@ -29,7 +29,6 @@ from longctx.serving.recording.records import (
     STOP,
     Arrived,
     Cancelled,
-    Cleared,
     Ended,
     LoadEnded,
     Record,
@@ -222,8 +221,6 @@ class Rebuilt:
                 self.core.leases.release(record.lease_id)
             case LoadEnded():
                 self.core.end_load(Loaded(record.name, record.num_pages, record.seconds))
-            case Cleared():
-                self.core.pool.clear()
         return []
 
     def step(self, now: float) -> EndedStep | None:
@@ -288,7 +285,7 @@ class Rebuilt:
             return []
         events: list[Event] = []
         request.deliver = lambda _, event: events.append(event)
-        self.requests.leave(request, cancelled.lease)
+        self.requests.leave(request)
         return events
 
     def _note(self, update: RequestUpdate, sequences: List[Sequence]) -> None:

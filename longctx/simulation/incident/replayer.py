@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from longctx.serving.distributed.digest import DecisionDigest, describe, plan_bytes
+from longctx.serving.distributed.digest import DecisionDigest, describe
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.log import RecordedLog
@@ -77,8 +77,8 @@ class Replayer:
         self._plans = []
         engine.executor.now, engine.executor.recorded = record.now, ended
         step = engine.step(record.now)
-        if self._decisions.raw != record.digest or (step is None) != (ended is None):
-            plans = "\n".join(describe(plan_bytes(batch)) for batch in self._plans) or "  nothing"
+        if self._decisions.digest != record.digest or (step is None) != (ended is None):
+            plans = "\n".join(describe(batch) for batch in self._plans) or "  nothing"
             raise Differs(f"step {number} differs: the replay plans\n{plans}")
         if step is None or ended is None:
             return Moment(number, record.now, self._plans, None, [])

@@ -8,9 +8,8 @@ from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.build import build_core
-from longctx.serving.engine.core import Core
+from longctx.serving.engine.core import Core, begin_steps, end_step, run_step
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
-from longctx.serving.engine.steps import begin_steps, end_step, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.parallel_plan import ParallelPlan

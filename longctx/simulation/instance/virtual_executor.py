@@ -12,7 +12,6 @@ import numpy as np
 from longctx.serving.config import MAX_RUN_AHEAD
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
-from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.simulation.instance.host_times import HostTimes
@@ -184,15 +183,6 @@ class VirtualExecutor:
           NotImplementedError: always.
         """
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
-
-    @property
-    def page_layout(self) -> PageLayout:
-        """Nothing: its pages hold nothing.
-
-        Raises:
-          NotImplementedError: always.
-        """
-        raise NotImplementedError("pages of a virtual executor hold nothing")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         """Nothing has to be compiled."""

@@ -8,7 +8,7 @@ from cluster.prefix_index.publishers import removed, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cluster.prefix_index.events import Batch, MalformedMessage, Removed, decode, update_index
+from longctx.cluster.prefix_index.events import BlockRemoved, MalformedMessage, decode, update_index
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.server.kv_events import AllBlocksCleared, EventBatch
 
@@ -71,8 +71,8 @@ def test_events_of_a_message_are_joined_once() -> None:
             Counted.reads += 1
             return super().__iter__()
 
-    events = [Removed("host", Counted([i])) for i in range(100)]
+    events = [BlockRemoved(Counted([i]), "CPU") for i in range(100)]
     index = PrefixIndex()
     index.store("a", "host", range(101))
-    update_index(index, "a", Batch([*events, Removed("device", [100])], 0), 1000)
+    update_index(index, "a", [*events, BlockRemoved([100], "GPU")], 1000)
     assert (index.num_blocks, Counted.reads) == (1, 100)

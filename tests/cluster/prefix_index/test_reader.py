@@ -100,7 +100,7 @@ def test_what_a_publisher_no_longer_keeps_is_unknown(read: Read, monkeypatch: py
 def test_missed_messages_are_asked_for(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is slow, and the publisher drops what it has no room for."""
     monkeypatch.setattr(kv_publisher, "_SUBSCRIBER", 5)
-    monkeypatch.setattr("longctx.cluster.prefix_index.connection._WAITING", 5)
+    monkeypatch.setattr("longctx.cluster.prefix_index.reader._WAITING", 5)
     instance = read.instance()
     read.reader.add("a", *instance.endpoints)
     wait_for(lambda: read.agrees("a", instance))
@@ -146,39 +146,16 @@ def test_without_replay_what_is_missed_is_forgotten(read: Read) -> None:
     read.reader.add("a", endpoint)
     wait_for(lambda: read.reader.publishers.get("a") and read.reader.publishers["a"].is_connected)
     time.sleep(0.1)
-    stored_2 = {"type": "BlockStored", "block_hashes": [2], "parent_block_hash": None, "token_ids": [], "block_size": 4}
-    socket.send_multipart(message(7, {**stored_2, "block_hashes": [1]}))
-    socket.send_multipart(message(8, stored_2))
+    socket.send_multipart(message(7, {**EVENT, "block_hashes": [1]}))
+    socket.send_multipart(message(8, {**EVENT, "block_hashes": [2]}))
     wait_for(lambda: set(read.index.keys("a", "device").tolist()) == {1, 2})
-    socket.send_multipart(message(10, {**stored_2, "block_hashes": [3]}))
+    socket.send_multipart(message(10, {**EVENT, "block_hashes": [3]}))
     wait_for(lambda: set(read.index.keys("a", "device").tolist()) == {3})
     state = read.reader.publishers["a"]
     assert (state.gaps, state.is_whole, state.messages) == (1, False, 3)
 
 
-def test_arrays_hashes_of_bytes_and_negative_ones_are_understood_and_unknown_media_dropped(read: Read) -> None:
-    socket, endpoint = read.raw()
-    read.reader.add("a", endpoint)
-    wait_for(lambda: read.reader.publishers.get("a") and read.reader.publishers["a"].is_connected)
-    time.sleep(0.1)
-    socket.send_multipart(
-        message(
-            0,
-            ["BlockStored", [-1, 2], None, [1] * 8, 4, None, "GPU"],
-            ["BlockStored", [5], 2, [1] * 4, 4, None],  # an older one, without medium
-            ["BlockStored", [6], 2, [1] * 4, 4, None, "TAPE"],
-            ["BlockMoved", [5], 7],
-            ["BlockRemoved", [2]],
-            {"type": "BlockStored", "block_hashes": [b"\x01" * 32, b"\x07"], "parent_block_hash": b"\x05",
-             "token_ids": [], "block_size": 4, "medium": "cpu", "locality": "LOCAL", "new_field": {}},
-            {"type": "BlockRemoved", "block_hashes": [b"\x07"], "medium": "CPU", "group_idx": 0},
-            {"type": "Something", "x": 1},
-        )
-    )  # fmt: skip
-    wait_for(lambda: read.reader.publishers["a"].messages == 1 and read.index.num_blocks == 3)
-    assert held_by(read.index, "a") == {"device": {2**64 - 1, 5}, "host": {0x0101010101010101}, "disk": set()}
-    assert read.reader.publishers["a"].dropped_events == 3
-    assert read.reader.publishers["a"].errors == 0
+EVENT = {"type": "BlockStored", "block_hashes": [5], "medium": "GPU", "token_ids": [], "block_size": 4, "new_field": {}}
 
 
 NONSENSE = [
@@ -204,17 +181,16 @@ NONSENSE = [
             {"type": 5},
             {"type": ["BlockStored"]},
             {"type": "BlockStored"},
-            {"type": "BlockStored", "block_hashes": "abc", "parent_block_hash": 0, "token_ids": [], "block_size": 4},
-            {"type": "BlockStored", "block_hashes": [1.5], "parent_block_hash": 0, "token_ids": [], "block_size": 4},
-            {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": "x", "token_ids": [], "block_size": 4},
+            *(EVENT | wrong for wrong in (
+                {"block_hashes": "abc"}, {"block_hashes": [1.5]}, {"block_hashes": [-1]}, {"block_hashes": [b"x" * 8]},
+                {"medium": "TAPE"}, {"type": "BlockMoved"}, {"block_hashes": list(range(200_000))},
+            )),
             {"type": "BlockRemoved", "block_hashes": [None]},
             {"type": "BlockRemoved", "block_hashes": [[1]]},
             {"type": "BlockRemoved", "block_hashes": [1], "medium": 5},
-            ["BlockStored", 5],
-            ["BlockRemoved"],
+            {"type": "BlockRemoved", "block_hashes": [1]},
+            ["BlockStored", [1], None, [], 4, None, "GPU"],
             [["BlockRemoved"], []],
-            {"type": "BlockStored", "block_hashes": list(range(200_000)), "parent_block_hash": None, "token_ids": [],
-             "block_size": 4},
         )
     ),
 ]  # fmt: skip
@@ -233,8 +209,7 @@ def test_a_lying_publisher_is_excluded_and_the_others_are_read_on(read: Read) ->
     time.sleep(0.2)
     chain = keys(4, 50)
     for i, socket in enumerate(sockets.values()):
-        socket.send_multipart(message(0, {"type": "BlockStored", "block_hashes": [i], "parent_block_hash": None,
-                                          "token_ids": [], "block_size": 4}))  # fmt: skip
+        socket.send_multipart(message(0, {**EVENT, "block_hashes": [i]}))
         for _ in range(5):
             socket.send_multipart(NONSENSE[i])
         socket.send_multipart(NONSENSE[i])
@@ -251,8 +226,7 @@ def test_a_publisher_whose_numbers_always_go_back_is_excluded(read: Read) -> Non
     socket, endpoint = read.raw()
     read.reader.add("a", endpoint)
     wait_for(lambda: read.reader.publishers.get("a") and read.reader.publishers["a"].is_connected)
-    event = ["BlockStored", [5], None, [], 4, None, "GPU"]
-    wait_for(lambda: socket.send_multipart(message(0, event)) or read.reader.publishers["a"].excluded)
+    wait_for(lambda: socket.send_multipart(message(0, EVENT)) or read.reader.publishers["a"].excluded)
     assert "went back" in read.reader.publishers["a"].excluded
     assert read.index.instances == []
 
@@ -267,7 +241,7 @@ def test_an_excluded_publisher_is_read_again_once_it_is_added_again(read: Read) 
 
 
 def test_a_frame_that_is_too_large_is_never_read(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.cluster.prefix_index.connection._LARGEST", 10_000)
+    monkeypatch.setattr("longctx.cluster.prefix_index.reader._LARGEST", 10_000)
     good = read.instance()
     read.reader.add("good", *good.endpoints)
     socket, endpoint = read.raw()
@@ -288,9 +262,50 @@ def test_a_replay_that_nobody_answers_is_given_up(read: Read, monkeypatch: pytes
     port = silent.bind_to_random_port("tcp://127.0.0.1")
     read.reader.add("a", endpoint, f"tcp://127.0.0.1:{port}")
     wait_for(lambda: read.reader.publishers.get("a") and read.reader.publishers["a"].is_live)
-    socket.send_multipart(message(3, ["BlockStored", [5], None, [], 4, None, "GPU"]))
+    socket.send_multipart(message(3, EVENT))
     wait_for(lambda: read.index.num_blocks == 1)
     assert not read.reader.publishers["a"].is_whole
+
+
+@pytest.mark.parametrize("kept", [[(0, 7)], []])
+def test_a_message_that_no_replay_has_is_given_up(read: Read, kept: list[tuple[int, int]]) -> None:
+    """After three replays without it, what comes is taken from there on; a next gap is asked for again."""
+    socket, endpoint = read.raw()
+    router = read.context.socket(zmq.ROUTER)
+    read.sockets.append(router)
+    read.reader.add("a", endpoint, f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+
+    def answer(count: int) -> None:
+        for _ in range(count):
+            assert router.poll(5000)
+            reader, *_ = router.recv_multipart()
+            for number, key in kept:
+                router.send_multipart([reader, b"", *message(number, EVENT | {"block_hashes": [key]})])
+            router.send_multipart([reader, b"", b"", b"\xff" * 8, b""])
+
+    answer(1)
+    wait_for(lambda: read.reader.publishers["a"].is_whole)
+    time.sleep(0.2)  # until it has subscribed
+    for number, gaps in ((5, 1), (9, 2)):
+        socket.send_multipart(message(number, EVENT | {"block_hashes": [number]}))
+        answer(3)
+        wait_for(lambda number=number: read.index.keys("a", "device").tolist() == [number])
+        state = read.reader.publishers["a"]
+        assert (state.gaps, state.is_live, state.is_whole, state.errors, state.restarts) == (gaps, True, False, 0, 0)
+    assert not router.poll(200)
+
+
+@pytest.mark.parametrize("numbers", [(0, 2), (4, 3)])
+def test_a_replay_with_a_gap_is_malformed(read: Read, numbers: tuple[int, int]) -> None:
+    _, endpoint = read.raw()
+    router = read.context.socket(zmq.ROUTER)
+    read.sockets.append(router)
+    read.reader.add("a", endpoint, f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+    reader, *_ = router.recv_multipart()
+    for number in numbers:
+        router.send_multipart([reader, b"", *message(number, EVENT)])
+    wait_for(lambda: read.reader.publishers["a"].errors == 1)
+    assert read.index.num_blocks == 0
 
 
 @pytest.mark.parametrize(

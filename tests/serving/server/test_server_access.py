@@ -9,7 +9,6 @@ import openai
 import pytest
 from served import NAME, Served, fake_engine, served
 
-from longctx.serving.server.auth import KeyRing
 from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
@@ -230,19 +229,6 @@ def exchange(running: Served, data: bytes) -> bytes:
         while part := connection.recv(4096):
             received += part
     return received
-
-
-def test_a_key_ring_knows_its_keys_alone() -> None:
-    ring = KeyRing([ApiKey("a", "12345678"), ApiKey("b", "123456789")])
-    assert [ring.name_of(sent) for sent in (b"12345678", b"123456789", b"1234567", b"", b"\xff")] == [
-        "a",
-        "b",
-        None,
-        None,
-        None,
-    ]
-    assert not KeyRing([])
-    assert KeyRing([]).name_of(b"") is None
 
 
 def test_files_of_keys_have_names_and_comments() -> None:

@@ -246,7 +246,9 @@ def test_a_writer_that_is_killed_leaves_no_wrong_page(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_queue_of_a_slow_disk_drops_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A disk that writes when the first event says so; the second one says that it is asked to."""
     gate, is_writing = threading.Event(), threading.Event()
     real = os.writev
 
@@ -256,6 +258,13 @@ def test_a_full_queue_of_a_slow_disk_drops_pages(tmp_path: Path, monkeypatch: py
         return real(descriptor, buffers)
 
     monkeypatch.setattr(os, "writev", slow)
+    return gate, is_writing
+
+
+def test_a_full_queue_of_a_slow_disk_drops_pages(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    gate, is_writing = slow_disk
     store = make_store(tmp_path, pages=32, queue_bytes=8 * PAGE)
     for name in "abc":
         put(store, chain(name, 4), flush=False)
@@ -269,16 +278,10 @@ def test_a_full_queue_of_a_slow_disk_drops_pages(tmp_path: Path, monkeypatch: py
     store.close()
 
 
-def test_a_page_that_is_forgotten_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, is_writing = threading.Event(), threading.Event()
-    real = os.writev
-
-    def slow(descriptor: int, buffers: list[memoryview]) -> int:
-        is_writing.set()
-        assert gate.wait(30)
-        return real(descriptor, buffers)
-
-    monkeypatch.setattr(os, "writev", slow)
+def test_a_page_that_is_forgotten_while_it_is_written(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    gate, is_writing = slow_disk
     store = make_store(tmp_path)
     put(store, KEYS[:1], flush=False)
     assert is_writing.wait(20)

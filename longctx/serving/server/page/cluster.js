@@ -4,11 +4,11 @@ const COLUMNS = [
   ["instance", (one) => one.name],
   ["role", (one) => one.role],
   ["state", (one) => one.state],
-  ["queue, s", (one) => (one.queue === null ? "" : one.queue.toFixed(2))],
-  ["decoding", (one) => one.decoding],
-  ["requests", (one) => one.requests],
-  ["pages held", (one) => (one.pages ? `${count(one.held)} of ${count(one.pages)}` : "")],
-  ["blocks cached", (one) => one.blocks.filter((blocks, i) => i === 0 || blocks > 0).map(count).join(" + ")],
+  ["queue, s", (one) => one.estimates?.queue_seconds.toFixed(2) ?? ""],
+  ["decoding", (one) => one.estimates?.decoding ?? 0],
+  ["requests", (one) => one.estimates?.open_requests ?? 0],
+  ["pages held", (one) => (one.pages ? `${count(Math.round(one.token_usage * one.pages))} of ${count(one.pages)}` : "")],
+  ["blocks cached", (one) => Object.values(one.blocks).filter((blocks, i) => i === 0 || blocks).map(count).join(" + ")],
 ];
 
 const count = (value) => value.toLocaleString("en");
