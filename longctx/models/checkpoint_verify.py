@@ -15,7 +15,7 @@ from longctx.kernels.fp8 import E4M3
 from longctx.models.chat_template import module_command, module_environment
 from longctx.models.checkpoint import tensor_problems
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import GgufReader, require_gguf
+from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import SCALE_SUFFIX
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader, list_tensors
@@ -69,7 +69,6 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
 
 
 def _gguf_problems(path: Path, progress: Progress | None) -> Iterator[str]:
-    require_gguf()
     config = None
     try:
         reader = GgufReader(path)

@@ -429,14 +429,10 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
 def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
     """Convert `positions` to an array in the shape of `tokens`, 0 to T-1 if None; TypeError or ValueError as there."""
     if positions is None:
-        return jnp.broadcast_to(_counting(tokens), tokens.shape)
+        return lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
     array = like_tokens("positions", tokens, positions)
     check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
-
-
-def _counting(tokens: Array) -> Array:
-    return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
 def like_tokens(name: str, tokens: Array, value: ArrayLike, are_ids: bool = False) -> Any:
