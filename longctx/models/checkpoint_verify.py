@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from longctx.kernels.fp8 import E4M3
-from longctx.models.chat_template import module_command, module_environment
+from longctx.models.chat_template import module_process
 from longctx.models.checkpoint import tensor_problems
 from longctx.models.config import LlamaConfig
 from longctx.models.gguf import GgufReader
@@ -185,9 +185,9 @@ def tokenizer_problems(directory: Path, vocab_size: int | None) -> list[str]:
     The check runs in a process of its own: a damaged `tokenizer.json` can make the `tokenizers` library abort it.
     """
     file = directory if is_gguf(directory) else directory / "tokenizer.json"
-    command = module_command("longctx.models.tokenizer", str(directory), json.dumps(vocab_size))
+    process = module_process("longctx.models.tokenizer", str(directory), json.dumps(vocab_size))
     try:
-        child = subprocess.run(command, env=module_environment(), capture_output=True, timeout=_MAX_SECONDS)
+        child = subprocess.run(**process, capture_output=True, timeout=_MAX_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"{file}: checking it takes more than {_MAX_SECONDS} seconds"]
     if child.returncode:
