@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostTier, PageName
-from longctx.serving.kv_cache.tiers.index import EVICTION
+from longctx.serving.kv_cache.tiers.host_memory import HostTier
+from longctx.serving.kv_cache.tiers.index import EVICTION, PageName
 from longctx.simulation.workloads import read_workload
 
 SIZES = (1_000, 10_000, 30_000, 50_000, 100_000)  # blocks
@@ -33,14 +33,14 @@ class HitRate(NamedTuple):
 
 def hit_rate(prompts: Iterable[Sequence[int]], size: int, eviction: str) -> HitRate:
     """Of a tier with room for `size` blocks, for prompts that come one after the other, each as ids of its blocks."""
-    tier = HostTier(HostMemory(size * _LAYOUT.page_bytes, _LAYOUT, _LAYOUT.whole), eviction)
+    tier = HostTier(size * _LAYOUT.page_bytes, _LAYOUT, _LAYOUT.whole, eviction)
     hits = total = 0
     for prompt in prompts:
         keys = [block.to_bytes(8, "big") for block in dict.fromkeys(prompt)]
         names = [PageName(key, keys[i - 1] if i else b"", i) for i, key in enumerate(keys)]
         found = next((i for i, key in enumerate(keys) if key not in tier), len(keys))
-        for key in keys[:found]:
-            tier.index.use(key)
+        for page in filter(None, map(tier.find, keys[:found])):
+            tier.use(page)
         for name in names[found:]:
             if name.key not in tier and (page := tier.reserve(name)) is not None:
                 tier.commit(page, 0)

@@ -31,7 +31,7 @@ from longctx.models.params import Params
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.kv_cache.tiers.store import TieredStore, open_store
+from longctx.serving.kv_cache.tiers.store import TieredStore
 
 PAGE, BUDGET = 64, 512
 SAMPLING = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -83,7 +83,7 @@ class Contenders:
         layout = PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE, "float32")
         self.num_bytes = tokens // PAGE * layout.page_bytes
         tiers = TierConfig(host_bytes=4 * self.num_bytes, disk_bytes=100 * self.num_bytes, disk=folder)
-        self.store: Any = Restarting(lambda: open_store(tiers, layout, b"benchmark"))
+        self.store: Any = Restarting(lambda: TieredStore(tiers, layout, b"benchmark"))
         self.plain = make_engine(self.model, params, tokens)
         self.tiered = make_engine(self.model, params, tokens, tiers, self.store)
         self.random = np.random.default_rng(0)

@@ -31,10 +31,10 @@ MORE = {
     "longctx.simulation.capacity": ["search"],
     "longctx.simulation.deployment": ["ClusterDeployment", "Deployment"],
     "longctx.simulation.hardware": ["predictor"],
-    "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
+    "longctx.simulation.models": ["MODELS"],
     "longctx.simulation.planner.prompt": ["Prompt"],
     "longctx.simulation.planner.search": [
-        *("RejectedPlan", "SearchResult", "Goal", "Planned", "best_of_each", "evaluate", "search"),
+        *("RejectedPlan", "SearchResult", "Goal", "Planned", "evaluate", "search"),
     ],
     "longctx.simulation.utilization": [
         *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops", "totals_of"),

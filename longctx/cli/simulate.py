@@ -190,7 +190,7 @@ def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
             if not capacity.rate:
                 return {"error": f"{options.capacity} is met at no rate"}
             requests = arrive_at_rate(requests, capacity.rate, options.seed)
-        record = deployment.run(requests, options.seed, _until(options), keep_steps=False)
+        record = deployment.simulation().run(requests, options.seed, _until(options), keep_steps=False)
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     return {"summary": summarize_deployment(record, deployment) | found}

@@ -22,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SECONDS = 5.0
-"""CPU time that rendering may take, compiling the template included."""
-
-MAX_WALL_SECONDS = 10 * MAX_SECONDS
-"""Time until a process that does not answer is ended, such as one that was stopped, which uses no CPU time."""
+"""CPU time that rendering may take, compiling the template included; ten times as long may pass."""
 
 MAX_CHARACTERS = 2**20
 """Characters that a template may give, beside `GROWTH` for each byte of the template, messages and variables."""
@@ -94,11 +91,14 @@ class _Worker:
             if process is None or process.poll() is not None:
                 self.close()
                 process = self._process = _start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answer = b""
             try:
-                answer = _ask(process, line)
-            except TimeoutError as late:
-                self.close()
-                return "", str(late)
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
             except BaseException:  # an interrupt: the answer would be taken for that to the next job
                 self.close()
                 raise
@@ -128,35 +128,8 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Send a line, and return the answer, which is not whole if the process ends; TimeoutError: it was too late."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    is_late = threading.Event()
-
-    def end() -> None:
-        is_late.set()
-        process.kill()  # which closes the pipes, so that neither writing nor reading waits any longer
-
-    timer = threading.Timer(MAX_WALL_SECONDS, end)
-    timer.daemon = True
-    try:
-        timer.start()
-        process.stdin.write(line)
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except BrokenPipeError:
-        answer = b""
-    finally:
-        timer.cancel()
-    timer.join()  # it must not kill the process in the midst of the next job
-    if is_late.is_set():
-        raise TimeoutError(f"there is no answer within {MAX_WALL_SECONDS:g} seconds")
-    return answer
-
-
 def _reason(status: int | None) -> str:
-    if status == -signal.SIGPROF:
+    if status in (-signal.SIGPROF, -signal.SIGALRM):
         return f"it takes more than {MAX_SECONDS:g} seconds"
     if status == OUT_OF_MEMORY:
         return f"it needs more than {MAX_MEMORY} bytes of memory"

@@ -27,7 +27,8 @@ _ERROR_LENGTH = 500
 
 
 def main() -> None:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         (seconds, characters, memory), (template, values) = json.loads(line)
         _limit(seconds, memory)
@@ -43,8 +44,9 @@ def main() -> None:
 
 
 def _limit(seconds: float, memory: int | None) -> None:
-    """Limit the CPU time from now on (0: no limit), and the address space (None: no limit)."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+    """Limit the CPU time from now on, and the time to ten times that (0: no limit), and the address space."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # signals that end the process
+    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
     if sys.platform == "linux":  # other systems do not limit address space
         import resource
 

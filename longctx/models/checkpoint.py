@@ -130,7 +130,7 @@ def tensor_problems(reader: TensorReader, config: LlamaConfig, reads_values: boo
         for name in layout.names:
             known.add(name)
             try:
-                (reader.check_e4m3 if layout.is_e4m3 else reader.check)(name, layout.file_shape)
+                reader.check(name, layout.file_shape, layout.is_e4m3)
             except CheckpointError as error:
                 yield error
     for name in sorted(reader.tensors.keys() - known):
@@ -214,14 +214,13 @@ def _load_param(
         assert index is not None
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if ranges not in loaded:
-            load_shard = _load_stacked_shard if layout.stacked else _load_single_shard
-            loaded[ranges] = load_shard(reader, layout, ranges, dtype, device, in_flight)
+            loaded[ranges] = _load_shard(reader, layout, ranges, dtype, device, in_flight)
         # A shard is read once: other devices that hold it get a copy of the first device's.
         arrays.append(jax.device_put(loaded[ranges], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _load_stacked_shard(
+def _load_shard(
     reader: TensorReader,
     layout: Layout,
     ranges: tuple[tuple[int, int], ...],
@@ -229,44 +228,27 @@ def _load_stacked_shard(
     device: jax.Device,
     in_flight: _SlicesInFlight,
 ) -> jax.Array:
-    layers, *rest = ranges
-    shape = tuple(stop - start for start, stop in ranges)
+    layers, rest = (ranges[0], ranges[1:]) if layout.stacked else ((0, 1), ranges)
+    shape = tuple(stop - start for start, stop in rest)
     slices = layout.file_slices(tuple(slice(*part) for part in rest))
-    stack = jnp.zeros(shape, dtype, device=device)
-    for i, layer in enumerate(range(*layers)):
-        name = layout.names[layer]
+    shard = jnp.zeros((layers[1] - layers[0], *shape), dtype, device=device) if layout.stacked else None
+    for i, name in enumerate(layout.names[slice(*layers)]):
         if name is None:
             continue
-        with in_flight.slice(4 * math.prod(shape[1:])):
-            tensor = jax.device_put(_read(reader, layout, name, slices), device)
+        with in_flight.slice(4 * math.prod(shape)):
+            values = reader.read(name, slices)
+            if layout.is_scale:
+                reader.check_scale(name, values)
+            tensor = jax.device_put(values, device)
+            if shard is None:
+                shard = _convert(layout, tensor, shape, dtype)
+            else:
+                shard = _write_layer(layout, shard, tensor, np.int32(i))
             # Without the wait, asynchronous dispatch would keep many slices alive on the host.
-            stack = _write_layer(layout, stack, tensor, np.int32(i)).block_until_ready()
-            del tensor
-    return stack
-
-
-def _read(reader: TensorReader, layout: Layout, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-    tensor = reader.read(name, slices)
-    if layout.is_scale:
-        reader.check_scale(name, tensor)
-    return tensor
-
-
-def _load_single_shard(
-    reader: TensorReader,
-    layout: Layout,
-    ranges: tuple[tuple[int, int], ...],
-    dtype: np.dtype[Any],
-    device: jax.Device,
-    in_flight: _SlicesInFlight,
-) -> jax.Array:
-    slices = layout.file_slices(tuple(slice(*part) for part in ranges))
-    shape = tuple(stop - start for start, stop in ranges)
-    name = layout.names[0]
-    assert name is not None
-    with in_flight.slice(4 * math.prod(shape)):
-        tensor = jax.device_put(reader.read(name, slices), device)
-        return _convert(layout, tensor, shape, dtype).block_until_ready()
+            shard.block_until_ready()
+            del values, tensor
+    assert shard is not None
+    return shard
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

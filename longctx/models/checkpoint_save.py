@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +69,9 @@ def save_checkpoint(
         for name, group in zip(names, groups, strict=True):
             _write_tensors(staging / name, group)
         if len(groups) > 1:
-            write_json(staging / INDEX_FILE, _index(groups, names))
+            places = {piece[0]: name for name, group in zip(names, groups, strict=True) for piece in group}
+            total = sum(_bytes(piece) for group in groups for piece in group)
+            write_json(staging / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
         # `torch_dtype` is what `dtype` was called before transformers 4.56.
         dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
         write_json(staging / "config.json", model.config.to_hf() | dtypes)
@@ -80,27 +80,22 @@ def save_checkpoint(
 
 
 def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
-    # float16 stands for the dtype of the parameters, which no scale or quantised weight has.
-    stacking = _stacking(model, params)
-    expected = jax.tree.leaves_with_path(abstract_params(model.config, np.float16, stacking))
+    """Return the dtype of the parameters, which have the structure, the shapes and the dtypes of the model."""
     given = dict(jax.tree.leaves_with_path(params))
-    if given.keys() != {path for path, _ in expected}:
-        different = sorted(map(jax.tree_util.keystr, given.keys() ^ {path for path, _ in expected}))
+    dtype = np.dtype(getattr(params.get("embed"), "dtype", np.float32))
+    expected = dict(jax.tree.leaves_with_path(abstract_params(model.config, dtype, _stacking(model, params))))
+    if given.keys() != expected.keys():
+        different = sorted(map(jax.tree_util.keystr, given.keys() ^ expected.keys()))
         raise ValueError(f"params do not have the model's structure: they differ in {', '.join(different)}")
-    for path, leaf in expected:
-        if given[path].shape != leaf.shape:
-            raise ValueError(f"params{jax.tree_util.keystr(path)} is {given[path].shape}, the model's is {leaf.shape}")
-        if isinstance(given[path], jax.Array) and not given[path].is_fully_addressable:
-            raise ValueError(f"params{jax.tree_util.keystr(path)} is spread over several processes")
-    own = {np.dtype(given[path].dtype) for path, leaf in expected if leaf.dtype == np.float16}
-    for path, leaf in expected:
-        if leaf.dtype != np.float16 and given[path].dtype != leaf.dtype:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(f"params{name} is {given[path].dtype}, that of a quantised model is {leaf.dtype}")
-    if len(own) != 1 or not own <= STORED_DTYPES:
-        names = ", ".join(sorted(map(str, own)))
-        raise ValueError(f"params must be all float32, all float16 or all bfloat16, got {names}")
-    return own.pop()
+    if dtype not in STORED_DTYPES:
+        raise ValueError(f"params must be all float32, all float16 or all bfloat16, got {dtype}")
+    for path, leaf in expected.items():
+        own, name = given[path], f"params{jax.tree_util.keystr(path)}"
+        if (own.shape, own.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f"{name} is {own.dtype} {own.shape}, beside these it must be {leaf.dtype} {leaf.shape}")
+        if isinstance(own, jax.Array) and not own.is_fully_addressable:
+            raise ValueError(f"{name} is spread over several processes")
+    return dtype
 
 
 def _pieces(model: Llama, params: Params) -> list[_Piece]:
@@ -160,13 +155,8 @@ def _file_tensor(layout: Layout, param: jax.Array, layer: jax.Array | None) -> j
     return layout.to_file(ours)
 
 
-def _index(groups: list[list[_Piece]], names: list[str]) -> dict[str, Any]:
-    files = {piece[0]: name for name, group in zip(names, groups, strict=True) for piece in group}
-    total = sum(_bytes(piece) for group in groups for piece in group)
-    return {"metadata": {"total_size": total}, "weight_map": files}
-
-
-_PREFIX = ".saving-"  # of the temporary directory, beside the files that it replaces
+STAGING = ".saving"
+"""The temporary directory of `replacing_files`, beside the files that it replaces."""
 
 
 @contextmanager
@@ -175,44 +165,19 @@ def replacing_files(directory: Path) -> Iterator[Path]:
 
     After an error or an interrupt nothing is renamed and nothing stays. What a process left that was killed is removed.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for left in stagings(directory):
-        with _locked(left) as is_ours:
-            if is_ours:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory) as name, _locked(Path(name)):
-        staging = Path(name)
+    staging = directory / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
         yield staging
         # config.json, which says how the others are read, comes last.
         for path in sorted(staging.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
             # safetensors makes files that only their owner can read.
             shutil.copymode(staging / "config.json", path)
             os.replace(path, directory / path.name)
-
-
-def stagings(directory: Path) -> list[Path]:
-    """The temporary directories of `replacing_files`, also those that a killed process left."""
-    return [path for path in directory.glob(_PREFIX + "*") if path.is_dir() and not path.is_symlink()]
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Try to lock a directory; False: another process has it locked. The lock of a killed process is gone."""
-    try:
-        file = os.open(directory, os.O_RDONLY)
-    except OSError:  # it was removed meanwhile
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = True
-        except OSError:
-            is_ours = False
-        yield is_ours
-    finally:
-        os.close(file)

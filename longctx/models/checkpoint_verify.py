@@ -51,7 +51,7 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
       []
       >>> save_checkpoint("broken", *load_checkpoint(TINY))
       >>> _ = Path("broken/model.safetensors").write_bytes(Path("broken/model.safetensors").read_bytes()[:-1])
-      >>> [problem.partition(":")[0] for problem in verify("broken")]
+      >>> [problem.split(",")[0] for problem in verify("broken")]
       ['broken/model.safetensors is truncated', 'broken has no tokenizer.json (other tokenizer formats are not read)']
     """
     directory = Path(directory)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,40 +54,38 @@ _LAYERS = {
 }
 _OWN_TOP = {theirs: own for own, theirs in _TOP.items()}
 _OWN_LAYERS = {theirs: own for own, theirs in _LAYERS.items()}
-# The architectures whose q and k are permuted, and the keys of their numbers of heads.
-_PERMUTED = {"llama": {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}}
+# The weights of the architecture `llama` whose rows are permuted, and the keys of their numbers of heads.
+_PERMUTED = {"q_proj.weight": "llama.attention.head_count", "k_proj.weight": "llama.attention.head_count_kv"}
 
 
 class GgufReader(TensorReader):
     """Reads slices of the tensors of a GGUF file, dequantised, under their Hugging Face names.
 
-    The constructor reads the header only, or takes one that was read; it raises as `read_header`.
+    The constructor reads the header only, and raises as `read_header`.
     """
 
     dtypes = DTYPES
     source = "the metadata"
 
-    def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
-        self.directory = path
-        self.header = read_header(path) if header is None else header
-        self._stored: dict[str, tuple[str, StoredTensor]] = {}
-        for name, tensor in self.header.tensors.items():
+    def __init__(self, path: Path) -> None:
+        self.directory, self.header = path, read_header(path)
+        for name in self.header.tensors:
             if own_name(name) != name:  # it would be taken for that tensor
                 raise CheckpointError(f"{path}: unexpected tensor {shown(name)}: GGUF calls it {own_name(name)}")
-            self._stored[hf_name(name)] = name, tensor
-        self.tensors = {name: own for name, (_, own) in self._stored.items() if name != ROPE_FREQUENCIES}
+        self._stored = {hf_name(name): tensor for name, tensor in self.header.tensors.items()}
+        self.tensors = {name: tensor for name, tensor in self._stored.items() if name != ROPE_FREQUENCIES}
 
     def stored_name(self, name: str) -> str:
         return own_name(name)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         """Read the rows that hold a part of the tensor, and dequantise no more than the blocks that do."""
-        own, tensor = self._stored[name]
+        own, tensor = own_name(name), self._stored[name]
         if len(tensor.shape) == 1:
             return self._rows(own, tensor, 0, 1, *(slices or (slice(None),)))[0]
         inner = math.prod(tensor.shape[1:-1])  # rows of the file in one along the first axis
         begin, end = (inner * place for place in slices[0].indices(tensor.shape[0])[:2])
-        head = self._permuted_rows(own, tensor)
+        head = self.rows_at_once(name)
         first, last = begin // head * head, -(-end // head) * head  # whole heads
         rows = self._rows(own, tensor, first, last, *slices[1:])
         if head > 1:
@@ -97,23 +94,18 @@ class GgufReader(TensorReader):
         return rows[begin - first : end - first]
 
     def rows_at_once(self, name: str) -> int:
-        return self._permuted_rows(*self._stored[name])
-
-    def _permuted_rows(self, own: str, tensor: StoredTensor) -> int:
         """The number of rows that are permuted among themselves: those of a head, or 1."""
-        architecture = self.header.metadata.get("general.architecture")
-        kind = own.split(".")[2] if own.startswith("blk.") and own.count(".") == 3 else None
-        heads_key = _PERMUTED.get(architecture, {}).get(kind) if isinstance(architecture, str) and kind else None
-        if heads_key is None:
+        metadata, heads_key = self.header.metadata, _PERMUTED.get(name.partition(".self_attn.")[2])
+        if heads_key is None or metadata.get("general.architecture") != "llama":
             return 1
-        metadata = self.header.metadata
-        heads = metadata.get(f"{architecture}.{heads_key}", metadata.get(f"{architecture}.attention.head_count"))
-        if not isinstance(heads, int) or heads < 1 or tensor.shape[0] % (2 * heads):
+        num_rows = self._stored[name].shape[0]
+        heads = metadata.get(heads_key, metadata.get("llama.attention.head_count"))
+        if not isinstance(heads, int) or heads < 1 or num_rows % (2 * heads):
             raise CheckpointError(
-                f"{self.directory}: tensor {shown(own)} has {tensor.shape[0]} rows, which {shown(heads)} heads of "
+                f"{self.directory}: tensor {shown(own_name(name))} has {num_rows} rows, which {shown(heads)} heads of "
                 "pairs do not divide"
             )
-        return tensor.shape[0] // heads
+        return num_rows // heads
 
     def _rows(self, own: str, tensor: StoredTensor, first: int, last: int, columns: slice = slice(None)) -> np.ndarray:
         """Rows `first` to `last`, of a tensor taken as a matrix, and a range of their columns."""
@@ -168,7 +160,6 @@ MAX_STRINGS = 2**22
 """Most strings of a list; 128,256 tokens have 280,147 merges."""
 
 _MAX_DIMENSIONS = 4
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _LFS_POINTER = b"version "
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -208,8 +199,14 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             cursor = _Cursor(path, file)
             num_tensors, num_keys = _read_start(cursor)
-            metadata = _read_metadata(cursor, num_keys)
-            records = _read_records(cursor, num_tensors)
+            metadata: dict[str, Any] = {}
+            for i in range(num_keys):  # no more are read than the file has bytes
+                key = cursor.string(f"the name of key {i}")
+                if key in metadata:
+                    raise CheckpointError(f"{path} has the key {shown(key)} twice")
+                metadata[key] = _read_value(cursor, f"the value of {shown(key)}")
+            tensors = _read_records(cursor, num_tensors)
+            file_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     alignment = metadata.get("general.alignment", 32)
@@ -217,37 +214,31 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(
             f"{path}: general.alignment must be a power of two, of 8 to {2**20}, got {shown(alignment)}"
         )
-    return GgufHeader(path, metadata, _place(cursor, records, alignment))
+    return GgufHeader(path, metadata, _place(tensors, cursor.position, file_bytes, alignment))
 
 
 class _Cursor:
     """Takes bytes from the front of a file, and never more than the file, or a header, has."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.file_bytes = os.fstat(file.fileno()).st_size
-        self.position = 0
-
-    def check(self, count: int, what: str) -> None:
-        """Check that `count` more bytes may be taken; `what` they are stands in the error."""
-        if self.position + count > self.file_bytes:
-            raise CheckpointError(f"{self.path} is truncated: {what} is incomplete")
-        if self.position + count > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{self.path}: its header has more than {MAX_HEADER_BYTES} bytes, at {what}")
+        self.path, self._file, self.position = path, file, 0
+        self._end = min(os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
 
     def take(self, count: int, what: str) -> bytes:
-        self.check(count, what)
-        data = self.file.read(count)
+        """Take bytes; `what` they are stands in the error."""
+        data = self._file.read(count) if self.position + count <= self._end else b""
         if len(data) != count:
-            raise CheckpointError(f"{self.path} is truncated: {what} is incomplete")
+            raise CheckpointError(
+                f"{self.path} is truncated: {what} is incomplete (or its header has more than {MAX_HEADER_BYTES} bytes)"
+            )
         self.position += count
         return data
 
     def uint32(self, what: str) -> int:
-        return struct.unpack("<I", self.take(4, what))[0]
+        return int.from_bytes(self.take(4, what), "little")
 
     def uint64(self, what: str) -> int:
-        return struct.unpack("<Q", self.take(8, what))[0]
+        return int.from_bytes(self.take(8, what), "little")
 
     def string(self, what: str) -> str:
         data = self.take(self.uint64(what), what)
@@ -259,59 +250,34 @@ class _Cursor:
 
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
     """The numbers of tensors and of keys."""
-    path = cursor.path
-    start = cursor.file.read(8)
-    cursor.position = len(start)
+    start = cursor.take(8, "its beginning")
     if start == _LFS_POINTER:
-        raise CheckpointError(f"{path} is a Git LFS pointer; `git lfs pull` fetches the file")
-    if start[:4] != _MAGIC:
-        raise CheckpointError(f"{path} is no GGUF file: it begins with {start[:4]!r}, not {_MAGIC!r}")
-    if len(start) < 8:
-        raise CheckpointError(f"{path} is truncated: its version is incomplete")
-    version = struct.unpack("<I", start[4:])[0]
-    if version not in _VERSIONS:
-        swapped = struct.unpack(">I", start[4:])[0] in _VERSIONS
-        reason = "it is big-endian" if swapped else f"its version is {version}"
-        raise CheckpointError(f"{path}: {reason}; only little-endian GGUF of version 2 or 3 is supported")
+        raise CheckpointError(f"{cursor.path} is a Git LFS pointer; `git lfs pull` fetches the file")
+    if start not in (b"GGUF\2\0\0\0", b"GGUF\3\0\0\0"):
+        raise CheckpointError(f"{cursor.path} is no little-endian GGUF of version 2 or 3: it begins with {start!r}")
     return cursor.uint64("the number of tensors"), cursor.uint64("the number of keys")
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for i in range(count):  # no more are read than the file has bytes
-        key = cursor.string(f"the name of key {i}")
-        if key in metadata:
-            raise CheckpointError(f"{cursor.path} has the key {shown(key)} twice")
-        metadata[key] = _read_value(cursor, f"the value of {shown(key)}")
-    return metadata
-
-
 def _read_value(cursor: _Cursor, what: str) -> Any:
-    type = cursor.uint32(what)
+    """A value, or an array of numbers or strings."""
+    type, count = cursor.uint32(what), 1
+    if is_array := type == _ARRAY:
+        type, count = cursor.uint32(what), cursor.uint64(what)
     if type == _STRING:
-        return cursor.string(what)
-    if type == _ARRAY:
-        return _read_array(cursor, what)
+        if count > MAX_STRINGS:
+            raise CheckpointError(f"{cursor.path}: {what} has {count} strings, the most is {MAX_STRINGS}")
+        strings = [cursor.string(what) for _ in range(count)]
+        return strings if is_array else strings[0]
     if type not in _NUMBERS:
         raise CheckpointError(f"{cursor.path}: {what} has the unknown type {type}")
-    number = np.frombuffer(cursor.take(_NUMBERS[type].itemsize, what), _NUMBERS[type])[0].item()
-    return bool(number) if type == _BOOL else number
+    numbers = np.frombuffer(cursor.take(count * _NUMBERS[type].itemsize, what), _NUMBERS[type])
+    if is_array:
+        return numbers
+    return bool(numbers[0]) if type == _BOOL else numbers[0].item()
 
 
-def _read_array(cursor: _Cursor, what: str) -> Any:
-    type, count = cursor.uint32(what), cursor.uint64(what)
-    if type in _NUMBERS:
-        return np.frombuffer(cursor.take(count * _NUMBERS[type].itemsize, what), _NUMBERS[type])
-    if type != _STRING:
-        raise CheckpointError(f"{cursor.path}: {what} is an array of type {type}; only numbers and strings are read")
-    if count > MAX_STRINGS:
-        raise CheckpointError(f"{cursor.path}: {what} has {count} strings, the most is {MAX_STRINGS}")
-    cursor.check(8 * count, what)
-    return [cursor.string(what) for _ in range(count)]
-
-
-def _read_records(cursor: _Cursor, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """The type, shape and offset of each tensor."""
+def _read_records(cursor: _Cursor, count: int) -> list[tuple[str, StoredTensor]]:
+    """Names and tensors, whose bytes begin at offsets from an end of the header that is not known yet."""
     from gguf import GGMLQuantizationType
 
     records = {}
@@ -331,36 +297,33 @@ def _read_records(cursor: _Cursor, count: int) -> dict[str, tuple[str, tuple[int
             type = GGMLQuantizationType(number).name
         except ValueError:
             raise CheckpointError(f"{cursor.path}: tensor {shown(name)} has the unknown type {number}") from None
-        records[name] = (type, shape, offset)
-    return records
+        records[name] = StoredTensor(cursor.path, type, shape, offset)
+    return sorted(records.items(), key=lambda record: record[1].begin)
 
 
 def _place(
-    cursor: _Cursor, records: dict[str, tuple[str, tuple[int, ...], int]], alignment: int
+    records: list[tuple[str, StoredTensor]], header_bytes: int, file_bytes: int, alignment: int
 ) -> dict[str, StoredTensor]:
     """Check that the tensors lie one after another, aligned and inside the file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    path = cursor.path
-    data_begin = _align(cursor.position, alignment)
-    end = data_begin
+    def align(position: int) -> int:
+        return -(-position // alignment) * alignment
+
+    end = data_begin = align(header_bytes)
     tensors = {}
-    for name, (type, shape, offset) in sorted(records.items(), key=lambda item: item[1][2]):
+    for name, (path, type, shape, offset) in records:
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
         if 0 in shape or shape[-1] % block:
             raise CheckpointError(f"{path}: tensor {shown(name)}, {type}, cannot have shape {shape}")
-        begin, num_bytes = data_begin + offset, math.prod(shape) // block * block_bytes
-        if begin != _align(end, alignment):
+        begin = data_begin + offset
+        if begin != align(end):
             raise CheckpointError(
                 f"{path}: tensor {shown(name)} begins at byte {begin}, the one before ends at {end} "
                 f"(with alignment {alignment})"
             )
-        end = begin + num_bytes
-        if end > cursor.file_bytes:
+        end = begin + math.prod(shape) // block * block_bytes
+        if end > file_bytes:
             raise CheckpointError(f"{path} is truncated: tensor {shown(name)} is incomplete")
         tensors[name] = StoredTensor(path, type, shape, begin)
     return tensors
-
-
-def _align(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment

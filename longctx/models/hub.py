@@ -12,18 +12,20 @@ import re
 from pathlib import Path
 
 from longctx import extras
-from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, index_files
+from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE
 from longctx.models.validation import check_directory, exists, is_file, is_gguf
 
 _NAME = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?", re.ASCII)
-_SMALL_FILES = (
+_FILES = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     INDEX_FILE,
-)
+    "model*.safetensors",
+]
+_FOLDERS = ["*/*"]  # other formats of the model
 
 
 def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path:
@@ -78,20 +80,7 @@ def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path
 
 
 def _download(model: str, revision: str | None, is_quiet: bool) -> Path:
-    directory = _fetch(model, revision, [*_SMALL_FILES, SINGLE_FILE], is_quiet)
-    if is_file(directory / SINGLE_FILE):
-        return directory
-    if not is_file(directory / INDEX_FILE):
-        raise ValueError(
-            f"the hub's model {model} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are downloaded"
-        )
-    # The commit: the branch may have moved on since the index was fetched.
-    _fetch(model, directory.name, sorted(index_files(directory)), is_quiet)
-    return directory
-
-
-def _fetch(model: str, revision: str | None, files: list[str], is_quiet: bool) -> Path:
-    """Fetch those files that the model has, and return the directory of the cache that has them."""
+    """Download the files that this library reads, and return the directory of the cache that has them."""
     from huggingface_hub import errors, snapshot_download
     from tqdm import tqdm
 
@@ -101,39 +90,12 @@ def _fetch(model: str, revision: str | None, files: list[str], is_quiet: bool) -
 
     where = f"the hub's model {model}" + ("" if revision is None else f"@{revision}")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, tqdm_class=Bar))
-    except errors.GatedRepoError:
-        raise ValueError(
-            f"{where} is gated: ask for access on its page, and then give a token by `hf auth login` or HF_TOKEN"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ValueError(
-            f"there is neither a directory {model} nor such a model on the hub, or it is private: then give a token "
-            "by `hf auth login` or HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"the hub's model {model} has no revision {revision}") from None
-    except errors.LocalEntryNotFoundError as error:
-        raise ValueError(f"{where} is not, or not whole, in the cache, and {_why_not_reached(error)}") from None
-    except errors.HfHubHTTPError as error:
-        raise ValueError(f"{where} cannot be downloaded: {_first_line(error)}") from None
-    except (errors.HTTPError, OSError) as error:
-        raise ValueError(
-            f"the download of {where} broke off, and continues with the next call: {_first_line(error)}"
-        ) from None
-
-
-def _why_not_reached(error: BaseException) -> str:
-    from huggingface_hub import constants, errors
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    cause = error.__cause__
-    if isinstance(cause, errors.HfHubHTTPError):
-        return f"{constants.ENDPOINT} does not give it: {_first_line(cause)}"
-    return f"{constants.ENDPOINT} cannot be reached" + (f": {_first_line(cause)}" if cause is not None else "")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+        directory = Path(
+            snapshot_download(model, revision=revision, allow_patterns=_FILES, ignore_patterns=_FOLDERS, tqdm_class=Bar)
+        )
+    except (errors.HTTPError, errors.HfHubHTTPError, OSError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"there is no directory {model}, and {where} cannot be downloaded: {why}") from None
+    if not is_file(directory / SINGLE_FILE) and not is_file(directory / INDEX_FILE):
+        raise ValueError(f"{where} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are downloaded")
+    return directory

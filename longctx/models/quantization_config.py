@@ -40,6 +40,7 @@ _SCHEME = {"num_bits": 8, "type": "float", "symmetric": True}
 _WEIGHTS = {**_SCHEME, "strategy": "channel", "dynamic": False}
 _ACTIVATIONS = {**_SCHEME, "strategy": "token", "dynamic": True}
 _OF_CALIBRATION = ("observer", "observer_kwargs")  # how scales were found, which are there now
+_NOT_READ = ("config_groups", "ignore", "version", "global_compression_ratio")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def quantization_from_hf(source: Any, num_layers: int) -> RowwiseFp8 | None:
         raise TypeError(f"quantization_config must be an object, got {shown(source)}")
     method = source.get("quant_method")
     if method == "fbgemm_fp8":
-        _check_rest(source, "", ("quant_method", "activation_scale_ub", "modules_to_not_convert"))
+        _check("", source, {"quant_method": method}, {}, ("activation_scale_ub", "modules_to_not_convert"))
         bound = source.get("activation_scale_ub", _DEFAULT_BOUND)
         check_real("quantization_config.activation_scale_ub", bound, *_BOUNDS)
         is_excluded = _matcher("modules_to_not_convert", source.get("modules_to_not_convert"), has_patterns=False)
@@ -168,43 +169,32 @@ def quantization_to_hf(quantization: RowwiseFp8) -> dict[str, Any]:
 
 
 def _check_compressed_tensors(source: Mapping[str, Any]) -> None:
-    known = ("quant_method", "format", "quantization_status", "config_groups", "ignore", "version")
-    _check_rest(source, "", (*known, "global_compression_ratio", "sparsity_config"))
-    sparsity = source.get("sparsity_config") or {}
-    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense"):
-        raise ValueError("quantization_config.sparsity_config is not supported")
-    _check_value(source, "", "format", "float-quantized")
-    if source.get("quantization_status") is not None:
-        _check_value(source, "", "quantization_status", "compressed")
-    groups = source.get("config_groups")
+    groups, sparsity = source.get("config_groups"), source.get("sparsity_config")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ValueError("quantization_config.config_groups must be an object of one group")
-    group = next(iter(groups.values()))
-    if not isinstance(group, Mapping):
-        raise TypeError(f"quantization_config.config_groups must hold an object, got {shown(group)}")
-    _check_rest(group, "config_groups.", ("targets", "weights", "input_activations", "format"))
-    _check_value(group, "config_groups.", "targets", ["Linear"])
-    if group.get("format") is not None:
-        _check_value(group, "config_groups.", "format", "float-quantized")
-    for key, wanted in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
-        scheme = group.get(key)
-        if not isinstance(scheme, Mapping):
-            raise TypeError(f"quantization_config.config_groups.{key} must be an object, got {shown(scheme)}")
-        _check_rest(scheme, f"config_groups.{key}.", (*wanted, *_OF_CALIBRATION))
-        for name, value in wanted.items():
-            _check_value(scheme, f"config_groups.{key}.", name, value)
+    if isinstance(sparsity, Mapping) and sparsity.get("format") == "dense":
+        source = {**source, "sparsity_config": None}
+    optional = {"quantization_status": "compressed"}
+    _check("", source, {"quant_method": "compressed-tensors", "format": "float-quantized"}, optional, _NOT_READ)
+    scheme = {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _ACTIVATIONS}
+    _check("config_groups.", next(iter(groups.values())), scheme, {"format": "float-quantized"}, _OF_CALIBRATION)
 
 
-def _check_value(source: Mapping[str, Any], where: str, key: str, wanted: Any) -> None:
-    value = source.get(key)
-    if value != wanted or type(value) is not type(wanted):
-        raise ValueError(f"quantization_config.{where}{key} = {shown(value)} is not supported, only {wanted!r}")
-
-
-def _check_rest(source: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
-    for key, value in source.items():
-        if key not in known and value not in (None, {}, []):
-            raise ValueError(f"quantization_config.{where}{shown(key)[1:-1]} = {shown(value)} is not supported")
+def _check(
+    where: str, source: Any, wanted: Mapping[str, Any], optional: Mapping[str, Any], not_read: tuple[str, ...]
+) -> None:
+    """Check for an object of these values, in which optional ones and others may be absent, null or empty."""
+    if not isinstance(source, Mapping):
+        raise TypeError(f"quantization_config.{where[:-1]} must be an object, got {shown(source)}")
+    for key, value in {**dict.fromkeys(source), **optional, **wanted}.items():
+        own, is_absent = source.get(key), source.get(key) in (None, {}, [])
+        if isinstance(value, Mapping):
+            _check(f"{where}{key}.", own, value, {}, not_read)
+        elif key in not_read or (is_absent and key not in wanted):
+            continue
+        elif own != value or type(own) is not type(value):
+            only = "" if value is None else f", only {value!r}"
+            raise ValueError(f"quantization_config.{where}{shown(key)[1:-1]} = {shown(own)} is not supported{only}")
 
 
 def _matcher(key: str, names: Any, has_patterns: bool) -> Callable[[str], bool]:
@@ -212,19 +202,16 @@ def _matcher(key: str, names: Any, has_patterns: bool) -> Callable[[str], bool]:
 
     With `has_patterns`, `re:` begins a pattern of plain characters, `\.`, `\d+` and `.*`.
     """
-    if names is None:
-        names = []
+    names = [] if names is None else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"quantization_config.{key} must be a list of names, got {shown(names)}")
     if len(names) > _MAX_NAMES:
         raise ValueError(f"quantization_config.{key} must have at most {_MAX_NAMES} names, got {len(names)}")
     plain, patterns = set(), []
     for name in names:
-        if len(name) > _MAX_LENGTH:
-            raise ValueError(f"quantization_config.{key} has {shown(name)} of more than {_MAX_LENGTH} characters")
         if has_patterns and name.startswith("re:"):
             patterns.append(_pattern(key, name))
-        elif re.fullmatch(r"[\w.\-]+", name) is None:
+        elif re.fullmatch(rf"[\w.\-]{{1,{_MAX_LENGTH}}}", name) is None:
             raise ValueError(f"quantization_config.{key} has {shown(name)}, which is not the name of a module")
         else:
             plain.add(name)
@@ -247,7 +234,7 @@ def _pattern(key: str, name: str) -> re.Pattern[str]:
     body = name.removeprefix("re:").removeprefix("^")
     while body.endswith(".*"):
         body = body[:-2]
-    is_plain = re.fullmatch(r"(?:\.\*|\\\.|\\d\+|[\w.\-])*\$?", body) is not None
+    is_plain = len(name) <= _MAX_LENGTH and re.fullmatch(r"(?:\.\*|\\\.|\\d\+|[\w.\-])*\$?", body) is not None
     if not is_plain or body.count(".*") + body.count("+") > _MAX_WILDCARDS:
         raise ValueError(
             f"quantization_config.{key} has {shown(name)}: only names with {_MAX_WILDCARDS} `.*` are supported"

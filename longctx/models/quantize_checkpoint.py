@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx.kernels.fp8 import E4M3, quantize_rows
 from longctx.models.checkpoint import tensor_problems
-from longctx.models.checkpoint_save import replacing_files, stagings, write_json
+from longctx.models.checkpoint_save import STAGING, replacing_files, write_json
 from longctx.models.config import LlamaConfig
 from longctx.models.hf_names import SCALE_SUFFIX, layouts
 from longctx.models.quantization_config import RowwiseFp8, quantization_to_hf
@@ -82,7 +82,7 @@ def quantize_checkpoint(
         raise ValueError(
             f"{directory} has {config.num_layers} layers: no feed-forward is between the first and the last"
         )
-    if out.exists() and (not out.is_dir() or {*out.iterdir()} - {*stagings(out)}):
+    if out.exists() and (not out.is_dir() or {*out.iterdir()} - {out / STAGING}):
         raise ValueError(f"{out} must be a directory that is empty or does not exist")
     chosen = _weights(dataclasses.replace(config, quantization=quantization))
     reader = SafetensorsReader(directory)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longctx.annotations import Real
-from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
+from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 
 # The largest rotary base and scale that are accepted, far above those of published models: frequencies stay finite.
 _MAX_THETA, _MAX_SCALE = 1e15, 1e6
@@ -64,17 +64,11 @@ class YarnScaling:
     beta_fast: Real = 32.0
     beta_slow: Real = 1.0
     explicit_attention_factor: Real | None = None
-    mscale: Real | None = None
-    mscale_all_dim: Real | None = None
-    truncate: bool = True
 
     def scale(self, inv_freq: np.ndarray, theta: Real) -> np.ndarray:
         pairs = inv_freq.shape[0]
-        low = self._dimension(self.beta_fast, pairs, theta)
-        high = self._dimension(self.beta_slow, pairs, theta)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        low = max(math.floor(self._dimension(self.beta_fast, pairs, theta)), 0)
+        high: float = min(math.ceil(self._dimension(self.beta_slow, pairs, theta)), 2 * pairs - 1)
         if low == high:
             high += 0.001  # as transformers does, to avoid a division by zero
         stretched = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
@@ -88,12 +82,7 @@ class YarnScaling:
     def attention_factor(self) -> float:
         if self.explicit_attention_factor is not None:
             return self.explicit_attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
-
-    def _mscale(self, weight: Real) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -154,14 +143,10 @@ def _check_scaling(scaling: RopeScaling) -> None:
         value = getattr(scaling, field.name)
         if value is None and field.default is None:
             continue
-        if field.name == "truncate":
-            check_bool(field.name, value)
-        elif field.name == "original_max_positions":
+        if field.name == "original_max_positions":
             check_integer(field.name, value, 1, MAX_INT32)
         else:
-            # transformers reads an mscale of 0 as absent
-            low = 0.0 if field.name.startswith("mscale") else 1 / _MAX_SCALE
-            check_real(field.name, value, low, _MAX_SCALE)
+            check_real(field.name, value, 1 / _MAX_SCALE, _MAX_SCALE)
 
 
 # Names in config.json that differ from our field names.
@@ -194,11 +179,6 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(f"{key} has unsupported rope type {shown(kind)}; supported: {supported}")
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    if kind == "yarn" and "factor" not in given:
-        # Some models (first DeepSeek-V3) give the factor as the ratio of the two lengths.
-        original = given["original_max_position_embeddings"]
-        check_integer("original_max_position_embeddings", original, 1, MAX_INT32)
-        given["factor"] = config["max_position_embeddings"] / original
     return RopeConfig(theta=theta, scaling=_scaling_from_hf(key, kind, given))
 
 

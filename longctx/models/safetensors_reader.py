@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from longctx.models.validation import (
-    MAX_JSON_BYTES,
-    check_directory,
-    check_integer,
-    decode,
-    is_file,
-    parse_json,
-    read_json,
-    shown,
-)
+from longctx.models.validation import check_directory, is_file, read_json, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,8 +20,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 STORED_DTYPES = frozenset(_DTYPES.values())
 _E4M3 = "F8_E4M3"
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {_E4M3: 1}
-_MAX_DIMENSIONS = 32
 _LFS_POINTER = b"version "  # the first 8 bytes of the text that git has where LFS has the file
 _BLOCK_BYTES = 64 * 2**20  # `TensorReader.blocks` reads at most so much at a time
 
@@ -48,12 +37,11 @@ class CheckpointError(ValueError):
       ...     load_checkpoint("broken")
       ... except CheckpointError as error:
       ...     print(error)
-      broken/model.safetensors is truncated, or no safetensors file: its header is incomplete
+      broken/model.safetensors is truncated, or no safetensors file: Error while deserializing header: header too small
     """
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Tensor as the header of its file describes it.
 
     `dtype` is the name that the format uses; `begin` is where its bytes begin in the file.
@@ -92,22 +80,22 @@ class TensorReader:
         """The number of rows of the tensor that can only be read together."""
         return 1
 
-    def check(self, name: str, shape: tuple[int, ...]) -> np.dtype[Any]:
-        """Check that the tensor exists, has this shape and a floating-point dtype, and return the dtype."""
-        stored = self._check_shape(name, shape)
-        allowed = {name: dtype for name, dtype in self.dtypes.items() if dtype in STORED_DTYPES}
-        if stored.dtype not in allowed:
-            own, kind = shown(self.stored_name(name)), shown(stored.dtype)
-            raise CheckpointError(f"{stored.file}: tensor {own} is {kind}; only {', '.join(allowed)} are supported")
-        return allowed[stored.dtype]
-
-    def check_e4m3(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensor exists, has this shape and is e4m3."""
-        stored = self._check_shape(name, shape)
-        if stored.dtype != _E4M3:
+    def check(self, name: str, shape: tuple[int, ...], is_e4m3: bool = False) -> np.dtype[Any]:
+        """Check that the tensor exists, has this shape, and is floating point or e4m3, and return the dtype."""
+        own = shown(self.stored_name(name))
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory} has no tensor {own}")
+        stored = self.tensors[name]
+        if stored.shape != shape:
             raise CheckpointError(
-                f"{stored.file}: tensor {shown(name)} is {shown(stored.dtype)}, by quantization_config it is {_E4M3}"
+                f"{stored.file}: tensor {own} has shape {stored.shape}, but {self.source} makes it {shape}"
             )
+        allowed = [_E4M3] if is_e4m3 else [name for name, dtype in self.dtypes.items() if dtype in STORED_DTYPES]
+        if stored.dtype not in allowed:
+            raise CheckpointError(
+                f"{stored.file}: tensor {own} is {stored.dtype}, by {self.source} it must be {', '.join(allowed)}"
+            )
+        return self.dtypes[stored.dtype]
 
     def check_scale(self, name: str, values: np.ndarray) -> None:
         """Check the values of a tensor of scales, which must be positive and finite."""
@@ -118,17 +106,6 @@ class TensorReader:
                 f"{self.tensors[name].file}: tensor {shown(name)} has {wrong} scales of {wide.size} that are not "
                 "positive and finite"
             )
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        own = shown(self.stored_name(name))
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.directory} has no tensor {own}")
-        stored = self.tensors[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.file}: tensor {own} has shape {stored.shape}, but {self.source} makes it {shape}"
-            )
-        return stored
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
         """Read the tensor, of a supported dtype, in parts of at most 64 MiB or of the fewest rows that can be read."""
@@ -146,8 +123,8 @@ class TensorReader:
 class SafetensorsReader(TensorReader):
     """Reads slices of a directory's tensors, from one file or from several with an index.
 
-    The constructor reads headers only, or takes the tensors that `list_tensors` found. Each read maps its tensor anew:
-    `safetensors.safe_open` gives NumPy no e4m3 (0.8), and its errors do not name the tensor that is wrong.
+    The constructor reads headers only, or takes the tensors that `list_tensors` found. Each read maps its tensor anew,
+    as `safetensors.safe_open` (0.8) gives NumPy no e4m3, and copies while it holds Python's lock.
 
     Raises:
       FileNotFoundError: the directory or a required file does not exist.
@@ -191,18 +168,16 @@ def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNot
     """The tensors of a directory by name, and every problem of its files; with none, these tensors can be read."""
     check_directory(directory)
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    problems: list[FileNotFoundError | CheckpointError] = []
+    headers: dict[str, dict[str, StoredTensor]] = {}
     try:
         if is_file(single):
             return _read_header(single), []
         if not is_file(index):
             raise FileNotFoundError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         files = _read_index(index)
-    except (FileNotFoundError, CheckpointError) as error:
-        return {}, [error]
-    except ValueError as error:
-        return {}, [CheckpointError(str(error))]
-    headers: dict[str, dict[str, StoredTensor]] = {}
-    problems: list[FileNotFoundError | CheckpointError] = []
+    except (FileNotFoundError, ValueError) as error:
+        return {}, [error if isinstance(error, FileNotFoundError | CheckpointError) else CheckpointError(str(error))]
     for file in sorted(set(files.values())):
         try:
             if not os.path.isfile(directory / file):
@@ -212,23 +187,15 @@ def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNot
             problems.append(error)
     tensors = {}
     for name, file in files.items():
-        if file in headers and name in headers[file]:
+        if name in headers.get(file, ()):
             tensors[name] = headers[file][name]
         elif file in headers:
             problems.append(CheckpointError(f"{index} puts tensor {shown(name)} in {file!r}, which does not have it"))
     return tensors, problems
 
 
-def index_files(directory: Path) -> set[str]:
-    """The names of the files beside it that a directory's index has; CheckpointError if it is none."""
-    return set(_read_index(directory / INDEX_FILE).values())
-
-
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        files = read_json(path).get("weight_map")
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    files = read_json(path).get("weight_map")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path} is not an index of safetensors files: it has no object weight_map")
     for name, file in files.items():
@@ -240,66 +207,23 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Parse the header ourselves, because the errors of safetensors do not name the truncated tensor.
+    """Read the tensors of a file, once `safetensors` has checked its header and that they cover the rest."""
+    from safetensors import SafetensorError, safe_open
 
-    The format: a little-endian uint64 length, that much JSON, then the data, which tensors cover without gaps
-    (https://huggingface.co/docs/safetensors).
-    """
     try:
         with open(path, "rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = file.read(8)
-            if length == _LFS_POINTER:
+            start = file.read(8)
+            if start == _LFS_POINTER:
                 raise CheckpointError(f"{path} is a Git LFS pointer; `git lfs pull` fetches the file")
-            header_bytes = int.from_bytes(length, "little")
-            if file_bytes < 8 or header_bytes > file_bytes - 8:
-                raise CheckpointError(f"{path} is truncated, or no safetensors file: its header is incomplete")
-            if header_bytes > MAX_JSON_BYTES:
-                raise CheckpointError(f"{path}: its header has {header_bytes} bytes, the most is {MAX_JSON_BYTES}")
-            header = file.read(header_bytes)
+            with safe_open(path, "numpy"):
+                length = int.from_bytes(start, "little")
+            entries = json.loads(file.read(length))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated, or no safetensors file: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
-        entries = parse_json("its header", decode("its header", header))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from error
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path} is no safetensors file: __metadata__ must be an object of strings")
-    tensors, places = {}, []
-    for name, entry in entries.items():
-        tensors[name], begin, end = _parse_entry(path, name, entry, 8 + header_bytes)
-        places.append((begin, end, name))
-    _check_places(path, sorted(places), file_bytes - 8 - header_bytes)
-    return tensors
-
-
-def _parse_entry(path: Path, name: str, entry: Any, data_begin: int) -> tuple[StoredTensor, int, int]:
-    """A tensor, and where its bytes begin and end after the header."""
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-            raise TypeError(f"dtype is {shown(dtype)}, shape is {shown(shape)}")
-        sizes = tuple(check_integer("shape", size, 0, 2**63) for size in shape)
-        begin, end = (check_integer("data_offsets", place, 0, 2**63) for place in (begin, end))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: tensor {shown(name)}: {error!r}") from error
-    if begin > end or (dtype in _ITEM_BYTES and end - begin != math.prod(sizes) * _ITEM_BYTES[dtype]):
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)}, {dtype} of shape {sizes}, cannot have bytes {begin} to {end}"
-        )
-    return StoredTensor(path, dtype, sizes, data_begin + begin), begin, end
-
-
-def _check_places(path: Path, places: list[tuple[int, int, str]], data_bytes: int) -> None:
-    covered = 0
-    for begin, end, name in places:
-        if end > data_bytes:
-            raise CheckpointError(f"{path} is truncated: tensor {shown(name)} is incomplete")
-        if begin != covered:
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)} begins at byte {begin}, the one before ends at {covered}"
-            )
-        covered = end
-    if covered != data_bytes:
-        raise CheckpointError(f"{path}: the last {data_bytes - covered} bytes belong to no tensor")
+    entries.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }

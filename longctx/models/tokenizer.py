@@ -100,7 +100,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; 256 begins a sequence and 257 ends it.
 
     Attributes:
@@ -122,55 +122,39 @@ class ByteTokenizer:
     eos_ids: tuple[int, ...] = (257,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of a text.
-
-        Args:
-          text: any Unicode text.
-          add_special_tokens: whether ids that begin or end a text are added. Not for a rendered chat, which contains
-            its own.
-
-        Raises:
-          ValueError: the text holds lone surrogates, which no Unicode text does.
-        """
         ids = list(_utf8(text))
         return [256, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes; the two special tokens have none. Invalid UTF-8 becomes U+FFFD."""
         return bytes(id for id in ids if id < 256).decode("utf-8", errors="replace")
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """A byte tokenizer has no chat template.
-
-        Args:
-          messages: dicts of `role` and `content`.
-          add_generation_prompt: whether the prompt ends where the answer begins.
-          **variables: for the template, such as `enable_thinking`.
-
-        Raises:
-          ValueError: always.
-        """
         raise ValueError("the byte tokenizer has no chat template")
 
 
-class _LibraryErrors:
-    """Makes ValueErrors that name the file of what `tokenizers` raises: Exception, or BaseException for a panic."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
-            raise ValueError(f"{self._path}: the tokenizer failed: {error}") from error
+@contextlib.contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Make ValueErrors that name the file of what `tokenizers` raises: Exception, or BaseException for a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ValueError(f"{path}: the tokenizer failed: {error}") from error
+        raise
 
 
 class HFTokenizer:
-    """A tokenizer that the `tokenizers` library runs; `path` is the file that it comes from, which errors name."""
+    """A tokenizer that the `tokenizers` library runs.
+
+    Args:
+      path: of the file that it comes from, which errors name.
+      special_tokens: such as `bos_token`, by name, as chat templates get them.
+
+    Attributes:
+      special_ids: of special tokens by name; None: it is not in the vocabulary.
+    """
 
     def __init__(
         self,
@@ -180,26 +164,22 @@ class HFTokenizer:
         special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
     ) -> None:
-        self._errors = _LibraryErrors(path)
+        self._errors = functools.partial(_library_errors, path)
         self._tokenizer = tokenizer
-        with self._errors:
+        self.special_tokens, self.chat_template = dict(special_tokens), chat_template
+        with self._errors():
             # Files may contain the padding and truncation settings of training.
-            self._tokenizer.no_padding()
-            self._tokenizer.no_truncation()
-            self._tokenizer.encode("")  # fails now rather than later, if special tokens are wrong
-        self._special_tokens = dict(special_tokens)
-        self._chat_template = chat_template
-        self.bos_id: int | None = self._special_id("bos_token")
-        eos_id = self._special_id("eos_token")
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.encode("")  # fails now rather than later, if special tokens are wrong
+        self.special_ids = {name: tokenizer.token_to_id(token) for name, token in special_tokens.items()}
+        self.bos_id: int | None = self.special_ids.get("bos_token")
+        eos_id = self.special_ids.get("eos_token")
         self.eos_ids: tuple[int, ...] = eos_ids or (() if eos_id is None else (eos_id,))
-
-    def _special_id(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
-        return None if token is None else self._tokenizer.token_to_id(token)
 
     @functools.cached_property
     def _added(self) -> dict[int, tokenizers.AddedToken]:
-        with self._errors:
+        with self._errors():
             return self._tokenizer.get_added_tokens_decoder()
 
     @functools.cached_property
@@ -218,22 +198,8 @@ class HFTokenizer:
 
     def token(self, id: int) -> tuple[str | None, bool]:
         """A token as the vocabulary writes it, None if there is none, and whether it was added to it as plain text."""
-        with self._errors:
+        with self._errors():
             return self._tokenizer.id_to_token(id), id in self._added
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._chat_template
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """The special tokens by name, such as `bos_token`, as chat templates get them."""
-        return dict(self._special_tokens)
-
-    @property
-    def unknown_special_tokens(self) -> dict[str, str]:
-        """The special tokens by name, such as `eos_token`, that are not in the vocabulary."""
-        return {name: token for name, token in self._special_tokens.items() if self._special_id(name) is None}
 
     @property
     def largest_id(self) -> int:
@@ -246,7 +212,7 @@ class HFTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _utf8(text)  # tokenizers raises a TypeError that doesn't say what is wrong
-        with self._errors:
+        with self._errors():
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def control_token(self, text: str) -> str | None:
@@ -255,15 +221,15 @@ class HFTokenizer:
         return next((self._controls[id] for id in ids if id in self._controls), None)
 
     def decode(self, ids: Iterable[int]) -> str:
-        with self._errors:
+        with self._errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template")
-        return self._chat_template.render(messages, add_generation_prompt, self._special_tokens, **variables)
+        return self.chat_template.render(messages, add_generation_prompt, self.special_tokens, **variables)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
@@ -295,7 +261,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     if is_gguf(directory):
         from longctx.models.gguf_tokenizer import read_gguf_tokenizer
 
-        with _LibraryErrors(directory):
+        with _library_errors(directory):
             return HFTokenizer(directory, *read_gguf_tokenizer(directory))
     check_directory(directory)
     config_file, generation_file = directory / "tokenizer_config.json", directory / "generation_config.json"
@@ -320,7 +286,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ValueError(f"{path} is larger than {MAX_TOKENIZER_BYTES} bytes")
-    with _LibraryErrors(path):
+    with _library_errors(path):
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
@@ -475,8 +441,10 @@ def _problems(directory: Path, vocab_size: int | None) -> Iterator[str]:
     for id in tokenizer.eos_ids:
         if vocab_size is not None and id >= vocab_size:
             yield f"{directory}: eos_token_id {id} must be below {limit}, {vocab_size}"
-    for name, token in tokenizer.unknown_special_tokens.items():  # none in GGUF, which has their ids
-        yield f"{directory}/tokenizer_config.json: {name} {shown(token)} is not in the vocabulary of tokenizer.json"
+    for name, known in tokenizer.special_ids.items():  # GGUF has their ids
+        if known is None:
+            token = shown(tokenizer.special_tokens[name])
+            yield f"{directory}/tokenizer_config.json: {name} {token} is not in the vocabulary of tokenizer.json"
     if tokenizer.chat_template is not None:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": _TEXT}])

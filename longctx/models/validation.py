@@ -86,10 +86,7 @@ def check_token_ids(name: str, value: object, vocab_size: int = MAX_INT32) -> tu
 
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Largest JSON that is read. The index and the headers of a model of 405B parameters have some 100 KB each."""
-
-MAX_DEPTH = 64
-"""Most levels of nesting; those of known checkpoints have less than 10."""
+"""Largest JSON file that is read; the index of a model of 405B parameters has some 100 KB."""
 
 
 def check_directory(path: Path) -> None:
@@ -125,7 +122,14 @@ def _mode(path: Path) -> int:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; FileNotFoundError: no such file; ValueError: unreadable, too large, too deep, no object."""
-    return parse_json(str(path), read_text(path))
+    text = read_text(path)
+    try:
+        contents = json.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} holds {type(contents).__name__}, not a JSON object")
+    return contents
 
 
 def read_text(path: Path) -> str:
@@ -139,35 +143,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
-    return decode(str(path), data)
-
-
-def decode(name: str, data: bytes) -> str:
-    """Decode UTF-8; `name` stands for the bytes in errors."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error}") from error
-
-
-def parse_json(name: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object; `name` stands for the text in errors."""
-    try:
-        contents = json.loads(text)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{name} is not JSON, or nested too deeply: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{name} holds {type(contents).__name__}, not a JSON object")
-    _check_depth(name, contents)
-    return contents
-
-
-def _check_depth(name: str, contents: dict[str, Any]) -> None:
-    """Refuse deep nesting, which `json` may accept, and which functions that call themselves would fail on later."""
-    level: list[Any] = [contents]
-    for _ in range(MAX_DEPTH):
-        values = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [item for items in values for item in items if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        raise ValueError(f"{path} is not UTF-8: {error}") from error

@@ -22,7 +22,7 @@ from longctx.models.rope_config import Llama3Scaling, YarnScaling
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 
 SIZES = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
-ROPES = [None, Llama3Scaling(8.0, 1.0, 4.0, 64), YarnScaling(4.0, 64, mscale=0.7, mscale_all_dim=1.0)]
+ROPES = [None, Llama3Scaling(8.0, 1.0, 4.0, 64), YarnScaling(4.0, 64, explicit_attention_factor=0.7)]
 CONFIGS = [
     LlamaConfig(num_layers=2, **SIZES, rope=RopeConfig(1000.0, scaling), eos_ids=(1, 2), tie_embeddings=tied)
     for scaling in ROPES

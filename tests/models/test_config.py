@@ -255,7 +255,6 @@ def test_values_of_wrong_types_or_out_of_range_are_named(key: str, values: list[
             ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, key)
             for key in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
         ],
-        ({"rope_type": "yarn"}, "original_max_position_embeddings"),
     ],
 )
 def test_values_of_rope_scaling_are_checked(scaling: dict[str, Any], key: str) -> None:
@@ -274,7 +273,6 @@ def test_a_model_type_of_another_type_is_refused() -> None:
     [
         (b"[" * 100_000, "too deeply"),
         (b'{"x": ' * 10_000 + b"1" + b"}" * 10_000, "deep"),
-        (b'{"x": ' * 100 + b"1" + b"}" * 100, "64 levels"),
         (b'{"x": ' + b"9" * 5000 + b"}", "digits"),
         (b'{"x": "\xff"}', "UTF-8"),
         (b'{"x": "' + b"a" * 2**24 + b'"}', "larger than 16777216 bytes"),
@@ -313,8 +311,6 @@ scalings = st.one_of(
         original_max_positions=st.integers(512, 65536),
         beta_fast=st.floats(8, 64),
         explicit_attention_factor=st.none() | st.floats(0.5, 2),
-        mscale=st.none() | st.floats(0.5, 2),
-        truncate=st.booleans(),
     ),
 )
 configs = st.builds(

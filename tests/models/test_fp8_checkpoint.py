@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 from longctx.cli import main
 from longctx.models import CheckpointError, Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint, verify
 from longctx.models.checkpoint import read_model
-from longctx.models.checkpoint_save import replacing_files
 from longctx.models.sharded_params import abstract_sharded_params, shard_params
 from longctx.parallel import make_mesh
 
@@ -145,7 +144,7 @@ def test_parameters_of_another_structure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="params do not have the model's structure"):
         save_checkpoint(tmp_path, model, theirs)
     narrow = jax.tree.map(lambda x: x.astype(jnp.float16), theirs)
-    with pytest.raises(ValueError, match=r"params\['layers'\]\['w.*\.values is float16, .* uint8"):
+    with pytest.raises(ValueError, match=r"params\['layers'\]\['w.*\.values is float16 .* uint8"):
         save_checkpoint(tmp_path, other, narrow)
 
 
@@ -192,19 +191,19 @@ SCALE = f"{DOWN}_scale"
         (put(SCALE, lambda x: x[:, 0]), r"weight_scale' has shape \(64,\).* makes it \(64, 1\)"),
         (put(SCALE, lambda x: x.T), r"weight_scale' has shape \(1, 64\)"),
         (put(SCALE, lambda x: x[:1]), r"weight_scale' has shape \(1, 1\)"),
-        (put(SCALE, lambda x: x.astype(np.float64)), r"weight_scale' is 'F64'; only F32, F16, BF16"),
-        (put(SCALE, lambda x: x.astype(np.int32)), r"weight_scale' is 'I32'"),
-        (put(DOWN, lambda x: x.astype(np.float32)), r"weight' is 'F32', by quantization_config it is F8_E4M3"),
-        (put(DOWN, lambda x: x.view(np.int8)), r"weight' is 'I8', by quantization_config it is F8_E4M3"),
-        (put(DOWN, lambda x: x.view(ml_dtypes.float8_e5m2)), r"weight' is 'F8_E5M2', by quantization_config"),
+        (put(SCALE, lambda x: x.astype(np.float64)), r"weight_scale' is F64, by config.json it must be F32, F16, BF16"),
+        (put(SCALE, lambda x: x.astype(np.int32)), r"weight_scale' is I32"),
+        (put(DOWN, lambda x: x.astype(np.float32)), r"weight' is F32, by config.json it must be F8_E4M3"),
+        (put(DOWN, lambda x: x.view(np.int8)), r"weight' is I8, by config.json it must be F8_E4M3"),
+        (put(DOWN, lambda x: x.view(ml_dtypes.float8_e5m2)), r"weight' is F8_E5M2, by config.json"),
         (put(DOWN, lambda x: x.T), r"weight' has shape \(80, 64\)"),
         (
             put("model.layers.0.mlp.up_proj.weight", lambda x: x.astype(fp8_numpy.E4M3)),
-            r"layers\.0\.mlp\.up_proj\.weight' is 'F8_E4M3'; only F32, F16, BF16",
+            r"layers\.0\.mlp\.up_proj\.weight' is F8_E4M3, by config.json it must be F32, F16, BF16",
         ),
         (
             put("lm_head.weight", lambda x: x.astype(fp8_numpy.E4M3)),
-            r"lm_head\.weight' is 'F8_E4M3'; only F32, F16, BF16",
+            r"lm_head\.weight' is F8_E4M3, by config.json it must be F32, F16, BF16",
         ),
         *[
             (put(SCALE, with_value(value)), r"weight_scale' has 1 scales of 64 that are not positive and finite")
@@ -236,14 +235,14 @@ def test_scales_without_quantization_config_are_unexpected(checkpoint: Path) -> 
     config = json.loads((checkpoint / "config.json").read_text())
     del config["quantization_config"]
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"mlp\..*_proj\.weight' is 'F8_E4M3'; only"):
+    with pytest.raises(CheckpointError, match=r"mlp\..*_proj\.weight' is F8_E4M3, by config.json it must be F32"):
         load_checkpoint(checkpoint)
 
 
 def test_a_file_cut_off_is_named(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match="truncated: tensor"):
+    with pytest.raises(CheckpointError, match="is truncated"):
         load_checkpoint(checkpoint)
 
 
@@ -288,22 +287,12 @@ def test_quantize_writes_what_loads_as_the_same_numbers(
 
 def test_what_a_killed_process_left_is_removed(plain: Path, tmp_path: Path) -> None:
     for out in (tmp_path / "out", plain):
-        (out / ".saving-killed").mkdir(parents=True)
-        (out / ".saving-killed" / "model.safetensors").write_text("half of it")
+        (out / ".saving").mkdir(parents=True)
+        (out / ".saving" / "model.safetensors").write_text("half of it")
     assert main(["quantize", "--quiet", str(plain), str(tmp_path / "out")]) == 0
     assert problems(tmp_path / "out") == []
     save_checkpoint(plain, Llama(CONFIG), load_checkpoint(plain)[1])
-    assert [*tmp_path.glob("*/.saving-*")] == []
-
-
-def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
-    with replacing_files(tmp_path) as ours:
-        (ours / "config.json").write_text("ours")
-        with replacing_files(tmp_path) as theirs:
-            (theirs / "config.json").write_text("theirs")
-        assert (tmp_path / "config.json").read_text() == "theirs"
-    assert (tmp_path / "config.json").read_text() == "ours"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert [*tmp_path.glob("*/.saving")] == []
 
 
 @pytest.mark.slow

@@ -227,11 +227,14 @@ def set_after(data: bytes, name: str, at: int, value: bytes) -> bytes:
 
 # Of the record of a matrix: 4 bytes of the number of axes, 8 for each axis, 4 of the type, 8 of the offset.
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "no GGUF": (lambda data: b"PK\x03\x04" + data[4:], "is no GGUF file: it begins with b'PK\\x03\\x04', not b'GGUF'"),
-    "empty": (lambda data: b"", "is no GGUF file: it begins with b''"),
+    "no GGUF": (
+        lambda data: b"PK\x03\x04" + data[4:],
+        "is no little-endian GGUF of version 2 or 3: it begins with b'PK",
+    ),
+    "empty": (lambda data: b"", "is truncated: its beginning is incomplete"),
     "LFS pointer": (lambda data: b"version https://git-lfs", "is a Git LFS pointer; `git lfs pull` fetches the file"),
-    "version": (lambda data: data[:4] + b"\x01\0\0\0" + data[8:], "its version is 1; only little-endian GGUF of ver"),
-    "big-endian": (lambda data: data[:4] + b"\0\0\0\x03" + data[8:], "it is big-endian; only little-endian GGUF"),
+    "version": (lambda data: data[:4] + b"\x01\0\0\0" + data[8:], "is no little-endian GGUF of version 2 or 3"),
+    "big-endian": (lambda data: data[:4] + b"\0\0\0\x03" + data[8:], "is no little-endian GGUF of version 2 or 3"),
     "tensor count": (lambda data: data[:8] + b"\xff" * 8 + data[16:], ": tensor '' must have 1 to 4 axes, got "),
     "key count": (lambda data: data[:16] + b"\xff" * 8 + data[24:], "is truncated: "),
     "name length": (lambda data: data[:24] + b"\xff" * 8 + data[32:], "is truncated: the name of key 0 is incomplete"),
@@ -249,7 +252,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "unsupported type": (
         lambda data: set_after(data, "blk.1.attn_q.weight", 20, b"\x1a"),  # I32
-        "tensor 'blk.1.attn_q.weight' is 'I32'; only F32, F16, BF16, Q8_0",
+        "tensor 'blk.1.attn_q.weight' is I32, by the metadata it must be F32, F16, BF16, Q8_0",
     ),
     "axes": (
         lambda data: set_after(data, "blk.1.attn_q.weight", 0, b"\x05"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,7 @@ FILES = {
 OTHERS = {"README.md": b"#", "pytorch_model.bin": b"x" * 100, "onnx/model.onnx": b"x", "model.Q4_K.gguf": b"x"}
 WHOLE = Model({**FILES, **OTHERS, "model.safetensors": WEIGHTS})
 INDEX = "model.safetensors.index.json"
-SHARDS = ["weights-1.safetensors", "weights-2.safetensors"]
+SHARDS = ["model-1.safetensors", "model-2.safetensors"]
 
 
 def sharded() -> Model:
@@ -121,7 +122,6 @@ def hub() -> Iterator[LoopbackHub]:
         "owner/gated": Model(WHOLE.files, is_gated=True),
         "owner/private": Model(WHOLE.files, is_private=True),
         "owner/pickled": Model({**FILES, **OTHERS}),
-        "owner/climbing": Model({**FILES, INDEX: b'{"weight_map": {"a": "../../b"}}'}),
     }
     with LoopbackHub(models) as hub:
         yield hub
@@ -141,23 +141,24 @@ def test_only_needed_files_are_fetched_and_offline_they_are_there(hub: LoopbackH
         for result in wholes:
             assert_has(result, "model.safetensors")
         assert_has(shards, INDEX, *SHARDS)
-    assert_refused(gated, "the hub's model owner/gated is not, or not whole, in the cache, and HF_HUB_OFFLINE is set")
-    assert_refused(revision, "the hub's model owner/whole@v2 is not, or not whole, in the cache, and HF_HUB_OFFLINE")
+    assert_refused(gated, "the hub's model owner/gated cannot be downloaded: ")
+    assert_refused(revision, "the hub's model owner/whole@v2 cannot be downloaded: ")
     assert (checked.status, checked.out) == (0, "")
     assert len(hub.downloads) == len(expected)
 
 
 def test_what_the_hub_refuses_is_said_in_a_sentence(hub: LoopbackHub, tmp_path: Path) -> None:
-    names = ["none", "whole@v2", "gated", "private", "pickled", "climbing"]
-    none, revision, gated, private, pickled, climbing = run(
-        tmp_path, hub.endpoint, resolve(*(f"owner/{name}" for name in names))
-    )
-    assert_refused(none, "there is neither a directory owner/none nor such a model on the hub, or it is private")
-    assert_refused(private, "there is neither a directory owner/private nor such a model on the hub, or it is private")
-    assert_refused(revision, "the hub's model owner/whole has no revision v2")
-    assert_refused(gated, "the hub's model owner/gated is gated: ask for access on its page, and then give a token")
-    assert_refused(pickled, "the hub's model owner/pickled has neither model.safetensors nor model.safetensors.index")
-    assert_refused(climbing, "puts tensor 'a' in '../../b', which is not the name of a file beside it")
+    expected = {
+        "none": "40[14] .* private or gated repo, make sure you are authenticated",
+        "private": "40[14] .* private or gated repo, make sure you are authenticated",
+        "whole@v2": "404 .* Revision Not Found",
+        "gated": "40[13] .* Cannot access gated repo",
+        "pickled": "has neither model.safetensors nor model.safetensors.index",
+    }
+    results = run(tmp_path, hub.endpoint, resolve(*(f"owner/{name}" for name in expected)))
+    for (name, words), result in zip(expected.items(), results, strict=True):
+        assert_refused(result, f"the hub's model owner/{name} {'has' if name == 'pickled' else 'cannot be downloaded'}")
+        assert re.search(words, result.err), result.err
     for result in run(tmp_path, hub.endpoint, resolve("owner/gated", "owner/private"), HF_TOKEN=TOKEN):
         assert_has(result, "model.safetensors")
 
@@ -185,15 +186,6 @@ def test_the_next_command_fetches_what_is_missing(hub: LoopbackHub, tmp_path: Pa
     assert all(fetched.count(file) == 1 for file in (*FILES, INDEX))
 
 
-@pytest.mark.slow
-def test_half_of_a_model_in_the_cache_is_not_taken_for_the_whole(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.fails.add(SHARDS[1])
-    (failed,) = run(tmp_path, hub.endpoint, resolve("owner/sharded"))
-    assert failed.status == 2
-    (offline,) = run(tmp_path, hub.endpoint, resolve("owner/sharded"), HF_HUB_OFFLINE="1")
-    assert_refused(offline, "is not, or not whole, in the cache, and HF_HUB_OFFLINE is set")
-
-
 def test_every_command_says_that_there_is_no_network(tmp_path: Path) -> None:
     commands = [
         ["doctor"],
@@ -204,7 +196,7 @@ def test_every_command_says_that_there_is_no_network(tmp_path: Path) -> None:
     port = "http://127.0.0.1:9"
     named = [*([*command, "--model", "owner/name"] for command in commands), ["quantize", "owner/name", "out"]]
     for result in run(tmp_path, port, named):
-        assert_refused(result, f"the hub's model owner/name is not, or not whole, in the cache, and {port} cannot be")
+        assert_refused(result, "the hub's model owner/name cannot be downloaded: ")
 
 
 def test_what_is_here_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

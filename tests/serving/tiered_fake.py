@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,7 @@ class TieredExecutor(FakeExecutor):
 
     def open_store(self, config: EngineConfig, fingerprint: bytes = b"fake") -> TieredStore:
         assert config.tiers is not None
-        tiers = config.tiers
-        disk = None if tiers.disk is None else Path(tiers.disk)
-        return TieredStore(self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction)
+        return TieredStore(config.tiers, self._layout, fingerprint)
 
     def _at(self, page: int) -> Any:
         pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]

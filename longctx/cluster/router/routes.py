@@ -191,9 +191,7 @@ class _ClusterFeed(PageFeed):
             "time": round(time.monotonic(), 3),
             "running": server.cluster.num_running,
             "waiting": server.cluster.num_waiting,
-            "backlog": max(
-                (each["estimates"]["queue_seconds"] for each in instances if each["estimates"]), default=0.0
-            ),
+            "backlog": max(queues, default=0.0),
             "pages": sum(each["pages"] for each in instances),
             "cached": server.index.num_blocks,
             "held": [round(each["token_usage"] * each["pages"]) for each in instances],

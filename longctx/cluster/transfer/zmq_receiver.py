@@ -183,7 +183,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
     # Sources and fetches call these.
 
     def begin(self, fetch: "_Fetch") -> None:
-        """Begin a fetch, as soon as there may be so many connections."""
+        """Begin a fetch, as soon as the limit of connections allows."""
         with self._lock:
             self._waiting.append(fetch)
             self._begin_waiting()
@@ -291,7 +291,7 @@ class _Fetch(SocketThread):
         self._num_pulled = 0  # blocks that are being read from registered memory
 
     def start(self, may_begin: bool) -> None:
-        """Begin, once there may be so many connections; or (False) end at once."""
+        """Begin, once the limit of connections allows; or (False) end at once."""
         self._is_closing = not may_begin
         self.post(self._open)
         self._thread.start()

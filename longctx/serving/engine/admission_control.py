@@ -294,4 +294,4 @@ class TtftEstimator:
         """Seconds of a prompt if it were the only one."""
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
         cached = scheduler.count_cached(prepared.shared_keys)
-        return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)
+        return scheduler.forecast.time.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)

@@ -180,7 +180,7 @@ class Core:
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
         """End a load (`Batch.loads`); returns its sequence, which computes what is missing, or None if it is gone."""
-        sequence = self.scheduler.end_load(loaded)
+        sequence = self.scheduler.loads.end(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
             gained = sequence.computed - sequence.cached if not sequence.preemptions else 0

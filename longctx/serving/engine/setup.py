@@ -34,7 +34,7 @@ from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.page_fit import PageFit
 from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.kv_cache.tiers.store import open_store
+from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import Writable
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
@@ -88,7 +88,7 @@ class EngineSetup(NamedTuple):
         if pages is None or self.config.tiers is None:
             return None
         part = None if self.mesh is None else process_part(self.mesh, self.model.config)
-        return open_store(self.config.tiers, *pages, part=part)
+        return TieredStore(self.config.tiers, *pages, part=part)
 
     def make_executor(
         self, params: Params | None, store: PageKeeper | None = None, group: ProcessGroup | None = None

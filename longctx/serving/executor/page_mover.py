@@ -24,8 +24,8 @@ from longctx.serving.kv_cache.connector import (
     MissingParts,
     PageBlock,
     PageFetch,
+    PageKeeper,
     PageLoad,
-    PageSink,
     PageSource,
     PageStore,
 )
@@ -83,7 +83,7 @@ class PageMover:
     def __init__(
         self,
         runner: ModelRunner,
-        sink: PageSink | None = None,
+        sink: PageKeeper | None = None,
         sources: Mapping[str, PageSource] | None = None,
         *,
         step_bytes: int = 64 << 20,

@@ -144,19 +144,6 @@ class PageRead(Protocol):
 
 
 @runtime_checkable
-class PageSink(Protocol):
-    """Sink that keeps pages which leave the devices."""
-
-    def wanted(self, stores: List[PageStore]) -> list[PageStore]:
-        """Those that are not there yet, and for which there is room in the queue: only these are read."""
-        ...
-
-    def put(self, stores: List[PageStore], read: PageRead) -> None:
-        """Keep pages once they are read; never waits."""
-        ...
-
-
-@runtime_checkable
 class PageFinder(Protocol):
     """Finder of the pages that are kept."""
 
@@ -166,8 +153,16 @@ class PageFinder(Protocol):
 
 
 @runtime_checkable
-class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
+class PageKeeper(PageFinder, PageSource, Protocol):
     """Keeper of pages beyond the devices of an engine."""
+
+    def wanted(self, stores: List[PageStore]) -> list[PageStore]:
+        """Those that are not there yet, and for which there is room in the queue: only these are read."""
+        ...
+
+    def put(self, stores: List[PageStore], read: PageRead) -> None:
+        """Keep pages once they are read; never waits."""
+        ...
 
     def ask_ahead(self, keys: List[Key]) -> "Future[None] | None":
         """Find out what `look_up` will say; None: nothing is to be waited for."""

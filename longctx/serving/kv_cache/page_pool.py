@@ -227,17 +227,6 @@ class PagePool:
             self.listener.removed(key)
         return key
 
-    def discard(self, key: Key) -> int | None:
-        """Let the page of a key be found no more, and an idle one be free; which it was, None if there is none."""
-        page = self._page_of.get(key)
-        if page is not None:
-            self.forget(page)
-            if self.is_idle(page):
-                rank = self.rank_of(page)
-                del self._idle[rank][page]
-                self._free[rank].append(page)
-        return page
-
     def evict(self, is_wanted: Callable[[Key], bool]) -> int:
         """Free those idle pages whose keys are wanted so, as if memory were needed; returns how many there were."""
         count = 0

@@ -5,67 +5,45 @@ Plain data and arithmetic: nothing here depends on how long a sequence is, but f
 Source: growth, Mnemosyne 4.4 (figure 10); the balancer, Medha 4.3; dealing, context parallelism paper 3.6.
 """
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 # TPOT targets whose limits are remembered.
 _REMEMBERED = 256
 
 
-@runtime_checkable
-class Placement(Protocol):
-    """The ranks of one sequence's pages, by the pages' numbers."""
-
-    def copy(self) -> "Placement":
-        """The same, for a copy of the sequence: what either does the other does not see."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the `context` axis."""
-        ...
-
-    def rank(self, number: int) -> int:
-        """The rank of a page."""
-        ...
-
-    def counts(self, first: int, stop: int) -> list[int]:
-        """Return how many of the pages `first` to `stop - 1` each rank has."""
-        ...
-
-    def until(self, number: int, ranks: tuple[int, ...]) -> float:
-        """The first page from this number on that is on none of some ranks; infinite if there is none."""
-        ...
-
-
 @dataclass(frozen=True)
 class Interleaved:
-    """Page m is on rank `(home + m) % num_ranks`."""
+    """The ranks of one sequence's pages: page m is on rank `(home + m) % num_ranks`."""
 
     num_ranks: int
     home: int
 
     def copy(self) -> "Interleaved":
+        """The same, for a copy of the sequence: what either does the other does not see."""
         return self
 
     def rank(self, number: int) -> int:
+        """The rank of a page."""
         return (self.home + number) % self.num_ranks
 
     def counts(self, first: int, stop: int) -> list[int]:
+        """Return how many of the pages `first` to `stop - 1` each rank has."""
         count, n = max(0, stop - first), self.num_ranks
         return [(count - (rank - self.home - first) % n + n - 1) // n for rank in range(n)]
 
     def until(self, number: int, ranks: tuple[int, ...]) -> float:
+        """The first page from this number on that is on none of some ranks; infinite if there is none."""
         return next((number + i for i in range(self.num_ranks) if self.rank(number + i) not in ranks), math.inf)
 
 
 @dataclass
 class Grown:
-    """Runs `(first, rank)`: from page `first` on pages are on that rank, until the next run begins.
+    """The same as runs `(first, rank)`: from page `first` on pages are on that rank, until the next run begins.
 
     A sequence that grows gets one run more when it needs it: pages after those that it is promised are not placed yet,
     and count as on the last rank.
@@ -103,6 +81,9 @@ class Grown:
             self.runs.append((number, rank))
 
 
+Placement = Interleaved | Grown
+
+
 @dataclass(frozen=True)
 class Need:
     """Pages `first` to `stop - 1` of a sequence.
@@ -130,8 +111,8 @@ class Placer:
     def __init__(
         self, num_ranks: int = 1, interleave: bool = False, limit: Callable[[float | None], float] = lambda _: math.inf
     ) -> None:
-        self.num_ranks, self.interleave, self._limit = num_ranks, interleave, limit
-        self._limits: dict[float | None, float] = {}
+        self.num_ranks, self.interleave = num_ranks, interleave
+        self._limit = functools.lru_cache(_REMEMBERED)(limit)
 
     @property
     def grows(self) -> bool:
@@ -140,12 +121,7 @@ class Placer:
 
     def limit(self, tpot: float | None) -> float:
         """The most pages on a rank, if others have room, of a sequence with this TPOT target: at least 1."""
-        found = self._limits.get(tpot)
-        if found is None:
-            if len(self._limits) >= _REMEMBERED:
-                self._limits.clear()
-            found = self._limits[tpot] = max(1, self._limit(tpot))
-        return found
+        return max(1, self._limit(tpot))
 
     def place(self, order: int, need: Need, available: List[int]) -> Placement | None:
         """The placement of all pages of a sequence that does not grow; None if there is not enough memory now.

@@ -49,80 +49,28 @@ FLUSH_SECONDS = 0.1
 """Seconds after which what was recorded is in the file, at most: what a process that is killed may lose."""
 
 
-class LogWriter:
-    """Appends records to a file: the engine's thread only adds to a queue, and another thread writes what is there.
-
-    A write that fails, or a disk that doesn't keep up, ends the log with a warning; the engine goes on.
-
-    Args:
-      path: of a new file, which only its owner may read.
-
-    Attributes:
-      size: bytes of the file, with what is not written yet.
-      is_open: whether it takes more.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size, self.is_open = 0, True
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        self._waiting: deque[bytes] = deque()
-        self._written = 0
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="longctx-recorder", daemon=True)
-        self._thread.start()
-
-    def append(self, payload: bytes) -> None:
-        """Write a payload soon; never waits. One thread at a time may call it."""
-        if self.is_open:
-            self._waiting.append(frame(payload, self.size))
-            self.size += len(self._waiting[-1])
-            if self.size - self._written > _MAX_UNWRITTEN:
-                self.stop(f"the disk does not keep up: {_MAX_UNWRITTEN >> 20} MiB wait to be written")
-
-    def stop(self, cause: str | None = None) -> None:
-        """Take no more; a cause is logged as a warning."""
-        if self.is_open and cause is not None:
-            logger.warning("%s is recorded no further: %s", self.path, cause)
-        self.is_open = False
-
-    def close(self) -> None:
-        """Take no more, and wait until all is written."""
-        self.stop()
-        self._is_closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing.wait(FLUSH_SECONDS):
-                self._flush()
-            self._flush()
-        except OSError as error:  # perhaps of the last flush, when it takes no more already
-            logger.warning("%s is recorded no further: %s", self.path, error)
-            self.is_open = False
-        finally:
-            os.close(self._file)
-
-    def _flush(self) -> None:
-        data = memoryview(b"".join(self._waiting.popleft() for _ in range(len(self._waiting))))
-        while data:
-            count = os.write(self._file, data)
-            self._written += count
-            data = data[count:]
-
-
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """Writes all that an engine's decisions follow from, as a `Journal` of the engine that it is given to.
+
+    The engine's thread only adds to a queue, and another thread writes what is there. A write that fails, or a disk
+    that doesn't keep up, ends the log with a warning; the engine goes on.
 
     Args:
       directory: of this run, see `open_recorder`.
       max_bytes: of the records; what would exceed it is not recorded.
+
+    Attributes:
+      size: bytes of the records that there are, with those that are not written yet.
     """
 
     def __init__(self, directory: Path, max_bytes: int = 2**30) -> None:
-        self.directory = directory
+        self.directory, self.size = directory, 0
         self.max_bytes = check_integer("max_bytes", max_bytes, _LEAST_BYTES)
-        self._writer: LogWriter | None = None
+        self._is_open = False  # whether it takes more
+        self._waiting: deque[bytes] = deque()
+        self._written = 0
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
         self._decisions = DecisionDigest()
         self._now = 0.0  # when the step was planned that runs
         self._keys: list[bytes] = []  # of pages that generated tokens have filled since they were written last
@@ -131,11 +79,6 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def size(self) -> int:
-        """Bytes of the records that there are."""
-        return 0 if self._writer is None else self._writer.size
-
     def begin(self, header: Header, core: "Core") -> None:
         """Begin to record an engine's core; the engine does that.
 
@@ -143,7 +86,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
           ValueError: it records another engine already.
           OSError: the directory can't be written to.
         """
-        if self._writer is not None:
+        if self._thread is not None:
             raise ValueError("recorder records another engine already: each needs one of its own")
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         header.write(self.directory)
@@ -151,23 +94,57 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             core.page_hash = _NotedHash(core.page_hash, self._keys)
         if core.sessions is not None:
             core.sessions = _NotedSessions(core.sessions, self._left)
-        self._writer = LogWriter(self.directory / RECORDS)
+        file = os.open(self.directory / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._thread = threading.Thread(target=self._run, args=(file,), name="longctx-recorder", daemon=True)
+        self._is_open = True
+        self._thread.start()
 
     def close(self) -> None:
         """Write what there is to the end. The engine may go on, unrecorded."""
-        if self._writer is not None:
-            self._writer.append(encode(Closed("in order")))
-            self._writer.close()
+        if self._thread is not None:
+            self._append(encode(Closed("in order")))
+            self._is_open = False
+            self._is_closing.set()
+            self._thread.join()
 
     def _write(self, record: Record) -> None:
-        writer = self._writer
-        if writer is not None and writer.is_open:
-            payload = encode(record)
-            if writer.size + len(payload) > self.max_bytes:
-                cause = f"{self.max_bytes:,} bytes are the limit"
-                writer.append(encode(Closed(cause)))
-                writer.stop(cause)
-            writer.append(payload)
+        """Write a record soon; never waits."""
+        payload = encode(record)
+        if self._is_open and self.size + len(payload) > self.max_bytes:
+            cause = f"{self.max_bytes:,} bytes are the limit"
+            self._append(encode(Closed(cause)))
+            self._stop(cause)
+        self._append(payload)
+
+    def _append(self, payload: bytes) -> None:
+        if self._is_open:
+            self._waiting.append(frame(payload, self.size))
+            self.size += len(self._waiting[-1])
+            if self.size - self._written > _MAX_UNWRITTEN:
+                self._stop(f"the disk does not keep up: {_MAX_UNWRITTEN >> 20} MiB wait to be written")
+
+    def _stop(self, cause: object) -> None:
+        logger.warning("%s is recorded no further: %s", self.directory, cause)
+        self._is_open = False
+
+    # In a thread of its own.
+
+    def _run(self, file: int) -> None:
+        try:
+            while not self._is_closing.wait(FLUSH_SECONDS):
+                self._flush(file)
+            self._flush(file)
+        except OSError as error:  # perhaps of the last flush, when it takes no more already
+            self._stop(error)
+        finally:
+            os.close(file)
+
+    def _flush(self, file: int) -> None:
+        data = memoryview(b"".join(self._waiting.popleft() for _ in range(len(self._waiting))))
+        while data:
+            count = os.write(file, data)
+            self._written += count
+            data = data[count:]
 
     # As a journal.
 
@@ -203,8 +180,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
 
     def note_failure(self, cause: str) -> None:
         self._write(Failed(cause))
-        if self._writer is not None:
-            self._writer.stop()
+        self._is_open = False
 
     def _take_left(self) -> tuple[PartialPage | None, ...]:
         left = tuple(self._left)

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from longctx.serving.kv_cache.prefix import KEY_BYTES
-
-PartialPage = tuple[bytes, int, int]
-"""A session's last page: its key, its number in the sequence, and how many of its tokens count."""
+from longctx.serving.kv_cache.prefix import KEY_BYTES, PartialPage
 
 STOP, NOT_FINITE = 1, 2
 """Why a completion ended, other than by its length."""

@@ -271,8 +271,7 @@ class Rebuilt:
             lease=arrived.lease,
         )
         contents, first, keys = self.contents, self._num_sequences, split_keys(arrived.keys)
-        page = arrived.partial_page
-        contents.found[first] = None if page is None else PartialPage(*page)
+        contents.found[first] = arrived.partial_page
         for order in range(first, first + arrived.num_completions):
             contents.keys.setdefault(order, list(keys))
         tokens = np.zeros(arrived.num_prompt, np.int32)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from longctx.serving.distributed.digest import DecisionDigest, describe
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.log import RecordedLog
 from longctx.serving.recording.records import Cancelled, Closed, Failed, Step, split_keys
@@ -64,7 +63,7 @@ class Replayer:
                     yield self._step(number, record)
                     number += 1
                 case Cancelled():
-                    self.engine.contents.new_left.extend(_pages(record.left))
+                    self.engine.contents.new_left.extend(record.left)
                     yield Moment(None, record.now, [], None, self.engine.apply(record))
                 case Failed():
                     self.end = f"ends as the engine failed: {record.cause}"
@@ -85,7 +84,7 @@ class Replayer:
             return Moment(number, record.now, self._plans, None, [])
         step = step._replace(finished=ended.finished, duration=ended.duration, is_exact=ended.is_exact)
         engine.contents.new_keys.extend(split_keys(ended.keys))
-        engine.contents.new_left.extend(_pages(ended.left))
+        engine.contents.new_left.extend(ended.left)
         work = engine.core.in_flight.slowest.work
         return Moment(number, record.now, self._plans, step, engine.end(step), work)
 
@@ -97,7 +96,3 @@ class Replayer:
 
     def note_draw(self, batch: Batch, tokens: object) -> None:
         pass
-
-
-def _pages(left: tuple[tuple[bytes, int, int] | None, ...]) -> list[PartialPage | None]:
-    return [None if page is None else PartialPage(*page) for page in left]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tier_pages import LAYOUT, chain, load, make_store, only_on_disk, put, wait_for
 
-from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, check_store_url, open_remote
+from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, open_remote
 
 PAGE = LAYOUT.page_bytes
 KEYS = chain("a", 6)
@@ -122,7 +122,7 @@ def test_wrong_bits_in_a_remote_store_are_a_miss(place: int) -> None:
         store.close()
 
 
-def test_errors_and_a_full_store_cost_hits_only() -> None:
+def test_errors_and_a_full_store_cost_hits_only(caplog: pytest.LogCaptureFixture) -> None:
     remote = FakeRemote()
     remote.capacity = 4
     store = make_store(remote=remote)
@@ -131,7 +131,7 @@ def test_errors_and_a_full_store_cost_hits_only() -> None:
     remote.error = ConnectionError("the link is cut")
     put(store, chain("b", 2))
     assert store.stats.remote.failed == 2
-    assert "link is cut" in store.stats.last_error
+    assert caplog.text.count("link is cut") == 1
     assert load(store, chain("b", 2)) == 2
     only_on_disk(store)
     assert store.look_up(KEYS) == 0
@@ -146,7 +146,6 @@ def test_errors_and_a_full_store_cost_hits_only() -> None:
 
 
 def test_urls_of_stores() -> None:
-    assert check_store_url("mooncake://127.0.0.1:50051") == "mooncake"
     for url in ("redis://here", "mooncake", "mooncake://", "", "://x"):
         with pytest.raises(ValueError, match=f"store must be one of mooncake://HOST:PORT, got '{url}'"):
             open_remote(url)

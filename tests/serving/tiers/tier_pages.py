@@ -10,6 +10,7 @@ import numpy as np
 
 from longctx.serving.kv_cache.connector import PageBlock, PageFetch, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 
 LAYOUT = PageLayout(num_layers=3, num_kv_heads=4, head_dim=2, page_size=4, dtype="bfloat16")
@@ -66,10 +67,11 @@ def make_store(directory: Path | None = None, pages: int = 16, disk_pages: int =
     """A store with host memory for so many pages, and a disk if there is a directory."""
     layout = options.pop("layout", LAYOUT)
     fingerprint = options.pop("fingerprint", FINGERPRINT)
-    if directory is not None:
-        options |= {"disk": directory, "disk_bytes": options.pop("disk_bytes", disk_pages * layout.page_bytes + 2**20)}
+    disk_bytes = options.pop("disk_bytes", disk_pages * layout.page_bytes + 2**20) if directory is not None else 0
     options.setdefault("queue_bytes", pages * layout.page_bytes)
-    return TieredStore(layout, fingerprint, pages * layout.page_bytes, **options)
+    disk, eviction = None if directory is None else str(directory), options.pop("eviction", "lru")
+    config = TierConfig(pages * layout.page_bytes, disk_bytes, disk, eviction)
+    return TieredStore(config, layout, fingerprint, **options)
 
 
 def put(store: TieredStore, keys: Sequence[bytes], first: int = 0, flush: bool = True, **options: Any) -> int:

@@ -8,9 +8,8 @@ of a page; what a power failure leaves of the newest files has another size or a
 The index is in memory, rebuilt from names and sizes at start. Methods that touch the index are for one thread at a time
 (the caller's lock); `write`, `read` and `delete` touch files only, and need none.
 
-Each process that writes locks a folder of its own. The files of a folder whose writer has ended are moved to the folder
-of the next process that starts. Files of other live writers are read, as they were when the reader started; a file of
-theirs that has gone since is a miss.
+Each process locks a folder of its own. The files of a folder whose writer has ended are moved to the folder of the next
+process that starts.
 """
 
 import contextlib
@@ -20,33 +19,31 @@ import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
-from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.host_memory import PageChecksum, PageName
-from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
+from longctx.serving.kv_cache.tiers.host_memory import PageChecksum
+from longctx.serving.kv_cache.tiers.index import PageName, TierIndex, TierPage
 
 SUFFIX = ".page"
 CHECKSUM_BYTES = 8
 _FOLDER = "writer-"
 
 
-class DiskPage(NamedTuple):
-    """A file: which page it has, where, its bytes, whether it is in this process's folder."""
+class DiskPage(TierPage):
+    """Page in a file."""
 
-    name: PageName
-    path: Path
-    size: int
-    is_own: bool
+    __slots__ = ("path",)
+
+    def __init__(self, name: PageName, path: Path, size: int) -> None:
+        super().__init__(name, size)
+        self.path = path
 
 
-class DiskTier:
+class DiskTier(TierIndex[DiskPage]):
     """Files of pages below a folder.
 
     Attributes:
       num_unusable: files found at start that are of another model or version, or not whole.
-      listener: is told of what can be found, if there is one.
     """
 
     def __init__(
@@ -57,92 +54,37 @@ class DiskTier:
         Raises:
           ValueError: files can't be made below root; the message says why.
         """
+        super().__init__("disk", capacity, eviction)
         self._checksum = PageChecksum(fingerprint, part)
         self._file_bytes = CHECKSUM_BYTES + layout.part_bytes(part)
         model = repr((fingerprint, tuple(layout), tuple(part))).encode()
         self._model = hashlib.blake2b(model, digest_size=12, person=b"page files").hexdigest()
-        self.index: TierIndex[Key] = TierIndex(capacity, eviction)
         self.num_unusable = 0
-        self.listener: TierListener | None = None
-        self._own: dict[Key, DiskPage] = {}  # also those of other models, under their files' names
-        self._shared: dict[Key, DiskPage] = {}
+        self._others: dict[Path, int] = {}  # files of other models, and their bytes; the first goes first
         self._locks: list[int] = []
         try:
-            shared = self._open_folder(root)
-            self._find([self._folder], is_own=True)
-            self._find(shared, is_own=False)
+            self._open_folder(root)
+            self._find()
         except OSError as error:
             self.close()
             raise ValueError(f"disk: pages can't be kept in {root}: {error.strerror or error}") from error
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._own or key in self._shared
+    def make_room(self, size: int) -> list[DiskPage]:
+        """Remove files of other models, which are deleted, and then pages; which ones."""
+        while self._others and not self.has_room(size):
+            path = next(iter(self._others))
+            self.used -= self._others.pop(path)
+            self._unlink([path])
+        return super().make_room(size)
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @property
-    def names(self) -> dict[Key, PageName]:
-        """Names of all pages that can be found, by key."""
-        pages = self._shared | self._own
-        return {key: page.name for key, page in pages.items() if page.name.key == key}
-
-    def find(self, key: Key) -> DiskPage | None:
-        """The file of a page, which is used."""
-        if (page := self._own.get(key)) is not None:
-            self.index.use(key)
-            return page
-        return self._shared.get(key)
-
-    def listen(self, listener: TierListener) -> None:
-        """Tell a listener of all pages that can be found, and of changes from now on."""
-        self.listener = listener
-        for name in self.names.values():
-            listener.stored("disk", name.key, name.parent)
-
-    def forget(self, key: Key) -> list[Path]:
-        """Forget a page; the files to delete, so that a restart doesn't find it."""
-        self._hide(key)
-        return [self._remove(key)] if key in self._own else []
-
-    def forget_wrong(self, page: DiskPage) -> None:
-        """Forget a file that is wrong."""
-        key = page.name.key
-        if page.is_own and self._own.get(key) is page:
-            self.delete([self._remove(key)])
-        elif self._shared.get(key) is page:
-            self._hide(key)
-
-    def forget_gone(self, keys: Iterable[Key]) -> None:
-        """Forget those of some pages whose files are gone, which is no error: their writer has deleted them."""
-        for key in keys:
-            for page in (self._own.get(key), self._shared.get(key)):
-                if page is not None and not page.path.exists():
-                    self.forget_wrong(page)
-
-    def clear(self) -> list[Path]:
-        """Forget all pages; the files to delete."""
-        for key in list(self._shared):
-            self._hide(key)
-        return [self._remove(key) for key in list(self._own)]
-
-    def pin(self, key: Key) -> bool:
-        """Keep a page until it is unpinned; False if it isn't there, or too much is pinned."""
-        return key in self._own and self.index.pin(key)
-
-    def unpin(self, key: Key) -> None:
-        """Let a page go when its turn comes."""
-        if key in self._own:
-            self.index.unpin(key)
-
-    def plan(self, name: PageName) -> tuple[DiskPage, list[Path]] | None:
+    def plan(self, name: PageName) -> tuple[DiskPage, list[DiskPage]] | None:
         """Room for a page: its file, and those to delete before; None if there can't be room."""
-        paths_to_delete = self._make_room(self._file_bytes)
-        if not self.index.has_room(self._file_bytes):
+        evicted = self.make_room(self._file_bytes)
+        if not self.has_room(self._file_bytes):
             return None
         key, parent, number = name
         path = self._folder / f"{self._model}-{number}-{parent.hex()}-{key.hex()}{SUFFIX}"
-        return DiskPage(name, path, self._file_bytes, True), paths_to_delete
+        return DiskPage(name, path, self._file_bytes), evicted
 
     def write(self, page: DiskPage, payload: memoryview, checksum: int) -> None:
         """Write a planned file whole. OSError: it can't be written; nothing is left of it."""
@@ -157,17 +99,8 @@ class DiskTier:
                 os.close(descriptor)
             os.rename(temporary, page.path)
         except BaseException:
-            self.delete([temporary])
+            self._unlink([temporary])
             raise
-
-    def commit(self, page: DiskPage) -> None:
-        """Let a written page be found."""
-        key, parent, number = page.name
-        is_new = key not in self
-        self._own[key] = page
-        self.index.add(key, page.size, number, parent or None)
-        if is_new and self.listener is not None:
-            self.listener.stored("disk", key, parent)
 
     def read(self, page: DiskPage, out: memoryview) -> int | None:
         """Read a page into memory; its checksum, or None if it was not there or not right."""
@@ -185,8 +118,11 @@ class DiskTier:
         checksum = int.from_bytes(head, "little")
         return checksum if not buffers and self._checksum(page.name.key, out) == checksum else None
 
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Delete files, as far as they are there."""
+    def delete(self, pages: Iterable[DiskPage]) -> None:
+        """Delete the files of pages, as far as they are there."""
+        self._unlink(page.path for page in pages)
+
+    def _unlink(self, paths: Iterable[Path]) -> None:
         for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -197,12 +133,10 @@ class DiskTier:
             os.close(descriptor)
         self._locks.clear()
 
-    def _open_folder(self, root: Path) -> list[Path]:
-        """Lock a folder, and move the files of writers that have ended there; returns the folders of the others."""
+    def _open_folder(self, root: Path) -> None:
+        """Lock a folder, and move the files of writers that have ended there."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free, shared = list[Path](), list[Path]()
-        for folder in sorted(root.glob(f"{_FOLDER}*")):
-            (free if self._lock(folder) else shared).append(folder)
+        free = [folder for folder in sorted(root.glob(f"{_FOLDER}*")) if self._lock(folder)]
         if free:
             self._folder = free.pop(0)
         else:  # other processes don't see a new folder before it is locked
@@ -216,8 +150,7 @@ class DiskTier:
             for file in _files(folder):
                 os.rename(file.path, self._folder / file.name)
         for folder in (self._folder, *free):
-            self.delete(folder.glob("*.tmp"))  # of a writer that was killed
-        return shared
+            self._unlink(folder.glob("*.tmp"))  # of a writer that was killed
 
     def _lock(self, folder: Path) -> bool:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -229,32 +162,26 @@ class DiskTier:
         self._locks.append(descriptor)
         return True
 
-    def _find(self, folders: Iterable[Path], is_own: bool) -> None:
-        """Take in the files of folders: those of other models first, which go first, then the oldest."""
+    def _find(self) -> None:
+        """Take in the files of the folder: those of other models first, which go first, then the oldest."""
         found = []
-        for file in (file for folder in folders for file in _files(folder)):
-            with contextlib.suppress(FileNotFoundError):  # deleted by its writer meanwhile
-                status = file.stat()
-                name = self._name_of(file.name, status.st_size)
-                found.append((name is not None, status.st_mtime_ns, file.path, name, status.st_size))
+        for file in _files(self._folder):
+            status = file.stat()
+            name = self._name_of(file.name, status.st_size)
+            found.append((name is not None, status.st_mtime_ns, file.path, name, status.st_size))
         for is_usable, _, place, name, size in sorted(found):
             path = Path(place)
             self.num_unusable += not is_usable
-            if not is_own:
-                if name is not None:
-                    self._shared[name.key] = DiskPage(name, path, size, False)
-            elif path.name.startswith(f"{self._model}-") and not is_usable:  # not whole
-                self.delete([path])
+            is_cut = path.name.startswith(f"{self._model}-") and not is_usable
+            if not is_cut:
+                self.delete(self.make_room(size))
+            if is_cut or not self.has_room(size):
+                self._unlink([path])
+            elif name is not None:
+                self.add(DiskPage(name, path, size))
             else:
-                self.delete(self._make_room(size))
-                if not self.index.has_room(size):
-                    self.delete([path])
-                elif name is not None:
-                    self.commit(DiskPage(name, path, size, True))
-                else:
-                    other = path.name.encode()
-                    self._own[other] = DiskPage(PageName(b""), path, size, True)
-                    self.index.add(other, size)
+                self._others[path] = size
+                self.used += size
 
     def _name_of(self, file: str, size: int) -> PageName | None:
         """Return the name of a file's page; None: it is of another model or version, or not whole."""
@@ -265,29 +192,6 @@ class DiskTier:
         except ValueError:
             return None
         return name if model == self._model and size == self._file_bytes else None
-
-    def _make_room(self, size: int) -> list[Path]:
-        return [self._pop(key) for key in self.index.make_room(size)]
-
-    def _remove(self, key: Key) -> Path:
-        """Forget an own file; its path."""
-        self.index.remove(key)
-        return self._pop(key)
-
-    def _pop(self, key: Key) -> Path:
-        page = self._own.pop(key)
-        if page.name.key == key:
-            self._tell_removed(key)
-        return page.path
-
-    def _hide(self, key: Key) -> None:
-        """Forget a file of another writer, if there is one."""
-        if self._shared.pop(key, None) is not None:
-            self._tell_removed(key)
-
-    def _tell_removed(self, key: Key) -> None:
-        if self.listener is not None and key not in self:
-            self.listener.removed("disk", key)
 
 
 def _files(folder: Path) -> list[os.DirEntry[str]]:

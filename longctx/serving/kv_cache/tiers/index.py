@@ -1,4 +1,4 @@
-"""Index of a tier: its pages, the rules by which one is evicted when room is needed, and listeners to both.
+"""Base of tiers: pages by key, the rules by which one is evicted when room is needed, and listeners to both.
 
 No clock, no thread: everything follows from the calls.
 
@@ -6,49 +6,49 @@ Source: Mooncake, section 3 (LRU, LFU, or by the requests' characteristics).
 """
 
 import heapq
-from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from longctx.serving.kv_cache.page_pool import Key
 
-Name = TypeVar("Name", bound=Hashable)
+
+class PageName(NamedTuple):
+    """Which page one is: its key, the key before it (empty: none or not known), its number in its sequence."""
+
+    key: Key
+    parent: Key = b""
+    number: int = 0
 
 
-class _Entry:
-    """Entry of an index.
+class TierPage:
+    """Page of a tier.
 
     Attributes:
-      size: bytes. number: its place in its chain of pages. parent: the entry before it in its chain.
-      uses: how often it was used. tick: when last, in uses of the tier.
-      holds: how often it is held.
+      name: which page it is. size: its bytes in the tier.
+      uses: how often it was used. tick: when last, in uses of the tier. holds: how many read or write it now.
       is_cut_off: whether something before it in its chain is missing, so that the tier alone has no use for it.
     """
 
-    __slots__ = ("holds", "is_cut_off", "is_pinned", "number", "parent", "size", "tick", "uses")
+    __slots__ = ("holds", "is_cut_off", "is_pinned", "name", "size", "tick", "uses")
 
-    def __init__(self, size: int, number: int, parent: object, tick: int) -> None:
-        self.size, self.number, self.parent, self.tick = size, number, parent, tick
-        self.uses = self.holds = 0
+    def __init__(self, name: PageName, size: int) -> None:
+        self.name, self.size = name, size
+        self.uses = self.tick = self.holds = 0
         self.is_cut_off = self.is_pinned = False
 
 
-EVICTION: dict[str, Callable[[_Entry], tuple[int, ...]]] = {
-    "lru": lambda entry: (entry.tick,),
-    "lfu": lambda entry: (entry.uses, entry.tick),
-    "length": lambda entry: (entry.uses, -entry.number, entry.tick),
+Page = TypeVar("Page", bound=TierPage)
+
+EVICTION: dict[str, Callable[[TierPage], tuple[int, ...]]] = {
+    "lru": lambda page: (page.tick,),
+    "lfu": lambda page: (page.uses, page.tick),
+    "length": lambda page: (page.uses, -page.name.number, page.tick),
 }
-"""Ranks of entries by the rule's name; the lowest goes first, after those that are cut off.
+"""Ranks of pages by the rule's name; the lowest goes first, after those that are cut off.
 
   lru: least recently used. lfu: least often used, then least recently.
   length: least often used, then furthest from the beginning of its chain.
 """
-
-
-def check_eviction(name: str) -> str:
-    """ValueError, unless there is a rule of that name."""
-    if name not in EVICTION:
-        raise ValueError(f"eviction must be one of {', '.join(EVICTION)}, got {name!r}")
-    return name
 
 
 @runtime_checkable
@@ -70,148 +70,176 @@ class TierListener(Protocol):
         ...
 
 
-class TierIndex(Generic[Name]):
-    """Entries of a tier by name: pages of host memory and of a disk by key.
+class TierIndex(Generic[Page]):
+    """The pages of a tier that can be found, by key.
 
-    An entry may go unless it is held, pinned, or followed by another of its chain. Without its beginning a chain is of
+    A page may go unless it is held, pinned, or followed by another of its chain. Without its beginning a chain is of
     no use: so chains go from their tails, and what is cut off from its beginning goes first, under every rule.
 
+    Args:
+      tier: that listeners are told.
+
     Attributes:
-      capacity: bytes. used, pinned: bytes that entries have, and that pinned ones have.
-      num_evicted: entries that went to make room.
+      capacity: bytes. used, pinned: bytes that pages have, and that pinned ones have.
+      num_evicted: pages that went to make room.
     """
 
-    def __init__(self, capacity: int, eviction: str = "lru") -> None:
-        self.capacity, self.max_pinned = capacity, capacity // 2
+    def __init__(self, tier: str, capacity: int, eviction: str = "lru") -> None:
+        self.tier, self.capacity, self.max_pinned = tier, capacity, capacity // 2
         self.used = self.pinned = self.num_evicted = 0
-        self._rank = EVICTION[check_eviction(eviction)]
-        self._entries: dict[Name, _Entry] = {}
-        self._followers: dict[object, dict[Name, None]] = {}  # entries after one, which is there or not
-        self._heap: list[tuple[tuple[int, ...], int, Name]] = []  # those that may go; outdated items are skipped
-        self._serial_of: dict[Name, int] = {}  # of the items that are not outdated
+        self._rank, self._listener = EVICTION[eviction], list[TierListener]()
+        self._pages: dict[Key, Page] = {}
+        self._followers: dict[Key, dict[Key, None]] = {}  # pages after one, which is there or not
+        self._heap: list[tuple[tuple[int, ...], int, Key]] = []  # those that may go; outdated items are skipped
+        self._serial_of: dict[Key, int] = {}  # of the items that are not outdated
         self._serial = self._tick = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._pages)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+    def __contains__(self, key: object) -> bool:
+        return key in self._pages
 
     @property
-    def names(self) -> list[Name]:
-        """Return the names of all entries, in the order in which they were added."""
-        return list(self._entries)
+    def keys(self) -> list[Key]:
+        """Keys of all pages, in the order in which they were added."""
+        return list(self._pages)
 
-    def add(self, name: Name, size: int, number: int = 0, parent: Name | None = None) -> None:
-        """Add an entry for which there is room: the `number`th of a chain, after `parent`."""
-        assert name not in self._entries, f"{name!r} is there already"
-        assert self.used + size <= self.capacity, f"no room for {size} bytes"
-        self._entries[name] = entry = _Entry(size, number, parent, self._next_tick())
-        self.used += size
-        if parent is not None:
-            self._followers.setdefault(parent, {})[name] = None
+    def find(self, key: Key) -> Page | None:
+        return self._pages.get(key)
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener of all pages that can be found, and of changes from now on."""
+        self._listener = [listener]
+        for page in self._pages.values():
+            listener.stored(self.tier, page.name.key, page.name.parent)
+
+    def add(self, page: Page) -> None:
+        """Let a page be found for which there is room."""
+        key, parent, _ = page.name
+        assert key not in self._pages, f"{key!r} is there already"
+        assert self.has_room(page.size), f"no room for {page.size} bytes"
+        self._pages[key] = page
+        self.used += page.size
+        page.tick = self._next_tick()
+        if parent:
+            self._followers.setdefault(parent, {})[key] = None
             self._serial_of.pop(parent, None)
-        entry.is_cut_off = self._lacks_beginning(entry)
-        self._settle(name, entry)
-        self._tell_followers(name)
+        page.is_cut_off = self._lacks_beginning(page)
+        self._settle(page)
+        self._tell_followers(key)
+        for listener in self._listener:
+            listener.stored(self.tier, key, parent)
 
-    def use(self, name: Name) -> None:
-        """Note that an entry has been used."""
-        entry = self._entries[name]
-        entry.uses += 1
-        entry.tick = self._next_tick()
-        self._settle(name, entry)
+    def use(self, page: Page) -> None:
+        """Note that a page has been used."""
+        page.uses += 1
+        page.tick = self._next_tick()
+        self._settle(page)
 
-    def hold(self, name: Name) -> None:
-        """Keep an entry until it is released as often as it was held."""
-        entry = self._entries[name]
-        entry.holds += 1
-        self._serial_of.pop(name, None)
+    def hold(self, page: Page) -> None:
+        """Keep a page until it is released as often as it was held."""
+        page.holds += 1
+        self._settle(page)
 
-    def release(self, name: Name) -> None:
-        entry = self._entries[name]
-        assert entry.holds > 0, f"{name!r} is not held"
-        entry.holds -= 1
-        self._settle(name, entry)
+    def release(self, page: Page) -> None:
+        assert page.holds > 0, f"{page.name!r} is not held"
+        page.holds -= 1
+        self._settle(page)
 
-    def pin(self, name: Name) -> bool:
-        """Keep an entry until it is unpinned; False if too much is pinned already."""
-        entry = self._entries[name]
-        if not entry.is_pinned:
-            if self.pinned + entry.size > self.max_pinned:
-                return False
-            self.pinned += entry.size
-            entry.is_pinned = True
-            self._serial_of.pop(name, None)
-        return True
+    def pin(self, key: Key) -> bool:
+        """Keep a page until it is unpinned; False if it isn't there, or too much is pinned already."""
+        page = self.find(key)
+        if page is not None and not page.is_pinned and self.pinned + page.size <= self.max_pinned:
+            self.pinned += page.size
+            page.is_pinned = True
+            self._settle(page)
+        return page is not None and page.is_pinned
 
-    def unpin(self, name: Name) -> None:
-        """Let a pinned entry go when its turn comes."""
-        entry = self._entries[name]
-        if entry.is_pinned:
-            self.pinned -= entry.size
-            entry.is_pinned = False
-            self._settle(name, entry)
+    def unpin(self, key: Key) -> None:
+        """Let a page go when its turn comes."""
+        page = self.find(key)
+        if page is not None and page.is_pinned:
+            self.pinned -= page.size
+            page.is_pinned = False
+            self._settle(page)
 
-    def evict(self) -> Name | None:
-        """Remove the coldest entry that may go, and return its name; None if there is none."""
+    def evict(self) -> Page | None:
+        """Remove and return the coldest page that may go; None if there is none."""
         while self._heap:
-            _, serial, name = self._heap[0]
-            if self._serial_of.get(name) == serial:
-                self.remove(name)
+            _, serial, key = self._heap[0]
+            if self._serial_of.get(key) == serial:
+                page = self._pages[key]
+                self.remove(page)
                 self.num_evicted += 1
-                return name
+                return page
             heapq.heappop(self._heap)
         return None
 
-    def make_room(self, size: int) -> list[Name]:
-        """Remove entries until `size` bytes are free, or nothing more may go; which ones."""
+    def make_room(self, size: int) -> list[Page]:
+        """Remove pages until `size` bytes are free, or nothing more may go; which ones."""
         evicted = []
-        while not self.has_room(size) and (name := self.evict()) is not None:
-            evicted.append(name)
+        while not self.has_room(size) and (page := self.evict()) is not None:
+            evicted.append(page)
         return evicted
 
     def has_room(self, size: int) -> bool:
         return self.used + size <= self.capacity
 
-    def remove(self, name: Name) -> None:
-        """Forget an entry, even if it is held."""
-        entry = self._entries.pop(name)
-        self._serial_of.pop(name, None)
-        self.used -= entry.size
-        self.pinned -= entry.size * entry.is_pinned
-        if entry.parent is not None:
-            parent: Name = entry.parent  # type: ignore[assignment]
-            del self._followers[parent][name]
+    def remove(self, page: Page) -> None:
+        """Let a page be found no more, even if it is held."""
+        key, parent, _ = page.name
+        del self._pages[key]
+        self._serial_of.pop(key, None)
+        self.used -= page.size
+        self.pinned -= page.size * page.is_pinned
+        if parent:
+            del self._followers[parent][key]
             if not self._followers[parent]:
                 del self._followers[parent]
-                if parent in self._entries:
-                    self._settle(parent, self._entries[parent])
-        self._tell_followers(name)
+                if (before := self.find(parent)) is not None:
+                    self._settle(before)
+        self._tell_followers(key)
+        for listener in self._listener:
+            listener.removed(self.tier, key)
 
-    def _lacks_beginning(self, entry: _Entry) -> bool:
-        before = self._entries.get(entry.parent)  # type: ignore[arg-type]
-        return entry.parent is not None and (before is None or before.is_cut_off)
+    def forget(self, key: Key) -> list[Page]:
+        """Remove the page of a key, if it is there; which."""
+        page = self.find(key)
+        if page is None:
+            return []
+        self.remove(page)
+        return [page]
 
-    def _tell_followers(self, name: Name) -> None:
-        """An entry has come or gone: what follows it is cut off, or is not any more."""
-        changed = list(self._followers.get(name, ()))
+    def clear(self) -> list[Page]:
+        """Remove all pages; which."""
+        return [page for key in self.keys for page in self.forget(key)]
+
+    def _lacks_beginning(self, page: Page) -> bool:
+        before = self.find(page.name.parent)
+        return page.name.parent != b"" and (before is None or before.is_cut_off)
+
+    def _tell_followers(self, key: Key) -> None:
+        """A page has come or gone: what follows it is cut off, or is not any more."""
+        changed = list(self._followers.get(key, ()))
         while changed:
-            follower = changed.pop()
-            entry = self._entries[follower]
-            if entry.is_cut_off != self._lacks_beginning(entry):
-                entry.is_cut_off = not entry.is_cut_off
-                self._settle(follower, entry)
-                changed += self._followers.get(follower, ())
+            page = self._pages[changed.pop()]
+            if page.is_cut_off != self._lacks_beginning(page):
+                page.is_cut_off = not page.is_cut_off
+                self._settle(page)
+                changed += self._followers.get(page.name.key, ())
 
-    def _settle(self, name: Name, entry: _Entry) -> None:
-        """Put an entry among those that may go, where its use ranks it, if it may."""
-        self._serial_of.pop(name, None)
-        if entry.holds or entry.is_pinned or name in self._followers:
+    def _settle(self, page: Page) -> None:
+        """Put a page among those that may go, where its use ranks it, if it may."""
+        key = page.name.key
+        if self.find(key) is not page:
+            return
+        self._serial_of.pop(key, None)
+        if page.holds or page.is_pinned or key in self._followers:
             return
         self._serial += 1
-        self._serial_of[name] = self._serial
-        heapq.heappush(self._heap, ((not entry.is_cut_off, *self._rank(entry)), self._serial, name))
+        self._serial_of[key] = self._serial
+        heapq.heappush(self._heap, ((not page.is_cut_off, *self._rank(page)), self._serial, key))
         if len(self._heap) > 2 * len(self._serial_of) + 64:
             self._heap = [item for item in self._heap if self._serial_of.get(item[2]) == item[1]]
             heapq.heapify(self._heap)

@@ -14,9 +14,10 @@ from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskPage, DiskTier
-from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum, PageName
+from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
+from longctx.serving.kv_cache.tiers.index import PageName
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierStats
+from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.writer import IN_THE_BACKGROUND, URGENT, Workers
 
 _THREADS = 2
@@ -70,7 +71,7 @@ class PageLoader:
         self._lock, self._layout, self._part, self._fingerprint = lock, layout, part, fingerprint
         self._host, self._disk, self._remote = host, disk, remote
         self._stats, self._admit, self._checksum = stats, admit, PageChecksum(fingerprint, part)
-        self._chunk = max(1, _CHUNK_BYTES // host.memory.page_bytes)
+        self._chunk = max(1, _CHUNK_BYTES // host.page_bytes)
         self._workers = Workers(_THREADS, "kv-load")
         # A remote store that hangs delays no other load.
         self._remote_workers = Workers(1, "kv-load-remote") if remote is not None else None
@@ -123,15 +124,8 @@ class PageLoader:
         for load in list(self._loads):  # of threads that hang
             self._end(load)
 
-    def read(self, page: HostPage | DiskPage, out: np.ndarray) -> bool:
-        """Copy a page, which is held if it is in host memory; False if it is wrong."""
-        if isinstance(page, HostPage):
-            np.copyto(out, self._host.memory.pages[page.slot])
-            return self._is_right(page)
-        return self._disk is not None and self._disk.read(page, out.data.cast("B")) is not None
-
     def _is_right(self, page: HostPage) -> bool:
-        return self._checksum(page.name.key, self._host.memory.buffer(page.slot)) == page.checksum
+        return self._checksum(page.name.key, self._host.buffer(page)) == page.checksum
 
     def _begin(self, load: _Load) -> None:
         """Hold what is in host memory, so that it is still there when its turn comes."""
@@ -139,7 +133,7 @@ class PageLoader:
         for key in load.keys:
             if (page := self._host.find(key)) is not None:
                 self._host.hold(page)
-                self._host.index.use(key)
+                self._host.use(page)
                 load.held[key] = page
             elif self._disk is not None and key in self._disk:
                 on_disk += 1
@@ -157,8 +151,7 @@ class PageLoader:
                     step(load)
                 else:
                     self._end(load)
-            except BaseException as error:
-                self._stats.last_error = repr(error)
+            except BaseException:
                 self._end(load)
                 raise
 
@@ -191,6 +184,7 @@ class PageLoader:
                         load.held[key] = page
                     pages.append(page)
                 elif page is None and not pages and self._disk is not None and (file := self._disk.find(key)):
+                    self._disk.use(file)
                     files.append(file)
                 else:
                     break
@@ -213,76 +207,85 @@ class PageLoader:
             for page in pages[: right + 1]:
                 del load.held[page.name.key]
             self._stats.host.hits += right * (load.fetch is not None)
-            self._stats.host.bytes_read += right * self._host.memory.page_bytes
+            self._stats.host.bytes_read += right * self._host.page_bytes
             if right < len(pages):
                 wrong = pages[right]
                 self._stats.host.corrupt += 1
                 if self._host.find(wrong.name.key) is wrong:
-                    self._host.forget(wrong.name.key)
+                    self._host.remove(wrong)
                 self._host.release(wrong)
-        self._give(load, pages[:right], [self._host.memory.pages[page.slot] for page in pages[:right]])
+        self._give(load, pages[:right], [self._host.pages[page.slot] for page in pages[:right]])
 
     def _load_from_disk(self, load: _Load, files: list[DiskPage]) -> None:
-        """Read pages from disk, keep them in host memory and give them, up to one that is wrong, which is forgotten."""
-        assert self._disk is not None
-        pages, outs = self._targets([file.name for file in files])
-        sums: list[int] = []
-        try:
+        """Read pages from disk, up to one that is wrong or gone: those are forgotten."""
+
+        def read(outs: list[np.ndarray]) -> list[int]:
+            disk, sums = self._disk, list[int]()
+            assert disk is not None
             for file, out in zip(files, outs, strict=True):
-                if (checksum := self._disk.read(file, out.data.cast("B"))) is None:
+                if (checksum := disk.read(file, out.data.cast("B"))) is None:
+                    wrong = {file, *(other for other in files if not other.path.exists())}
+                    with self._lock:
+                        for page in (page for page in wrong if disk.find(page.name.key) is page):
+                            self._stats.disk.corrupt += page.path.exists()
+                            disk.delete(disk.forget(page.name.key))
                     break
                 sums.append(checksum)
-        except BaseException:
-            self._keep(load, pages, [])
-            raise
-        self._keep(load, pages, sums)
-        with self._lock:
-            if len(sums) < len(files):
-                self._disk.forget_gone(load.keys[load.done + len(sums) :])
-                if self._disk.find((wrong := files[len(sums)]).name.key) is wrong:
-                    self._disk.forget_wrong(wrong)
-                    self._stats.disk.corrupt += 1
-            self._stats.disk.hits += len(sums) * (load.fetch is not None)
-            self._stats.disk.bytes_read += len(sums) * self._host.memory.page_bytes
-        self._give(load, pages[: len(sums)], outs[: len(sums)])
+            return sums
+
+        self._fill(load, [file.name for file in files], read, self._stats.disk)
 
     def _read_remote(self, load: _Load) -> None:
-        """Read the next few pages from the remote store, keep them in host memory and give them."""
-        assert self._remote is not None
+        """Read the next few pages from the remote store."""
         keys = load.keys[load.done :][: self._chunk]
-        names = [remote_name(self._fingerprint, key, self._part) for key in keys]
-        count = min(self._remote.exists(names), len(names))
-        values = np.zeros((count, CHECKSUM_BYTES + self._host.memory.page_bytes), np.uint8)
-        count = min(self._remote.get(names[:count], values), count) if count else 0
-        sums: list[int] = []
-        for key, value in zip(keys, values[:count], strict=False):
-            sums.append(int.from_bytes(value[:CHECKSUM_BYTES].tobytes(), "little"))
-            if self._checksum(key, value[CHECKSUM_BYTES:].data) != sums[-1]:
-                sums.pop()
-                break
-        right = enumerate(keys[: len(sums)], load.done)
-        pages, outs = self._targets([PageName(key, load.parents.get(key, b""), number) for number, key in right])
-        for out, value in zip(outs, values, strict=False):
-            out.data.cast("B")[:] = value[CHECKSUM_BYTES:].data
-        with self._lock:
-            counters = self._stats.remote
-            counters.hits += len(sums) * (load.fetch is not None)
-            counters.bytes_read += len(sums) * self._host.memory.page_bytes
-            counters.corrupt += len(sums) < count
-            if len(sums) < len(keys) and load.fetch is not None:
-                counters.misses += len(load.keys) - load.done - len(sums)
-        self._keep(load, pages, sums)
-        self._give(load, pages, outs)
-        if len(sums) == len(keys):
+
+        def read(outs: list[np.ndarray]) -> list[int]:
+            assert self._remote is not None
+            names, sums = [remote_name(self._fingerprint, key, self._part) for key in keys], list[int]()
+            count = min(self._remote.exists(names), len(names))
+            values = np.zeros((count, CHECKSUM_BYTES + self._host.page_bytes), np.uint8)
+            count = min(self._remote.get(names[:count], values), count) if count else 0
+            for key, value, out in zip(keys[:count], values, outs, strict=False):
+                checksum, data = int.from_bytes(value[:CHECKSUM_BYTES].tobytes(), "little"), out.data.cast("B")
+                data[:] = value[CHECKSUM_BYTES:].data
+                if self._checksum(key, data) != checksum:
+                    with self._lock:
+                        self._stats.remote.corrupt += 1
+                    break
+                sums.append(checksum)
+            return sums
+
+        names = [PageName(key, load.parents.get(key, b""), number) for number, key in enumerate(keys, load.done)]
+        if self._fill(load, names, read, self._stats.remote) == len(keys):
             self._submit(self._workers, load, self._read)
         else:
+            self._stats.remote.misses += (len(load.keys) - load.done) * (load.fetch is not None)
             self._end(load)
+
+    def _fill(
+        self, load: _Load, names: list[PageName], read: Callable[[list[np.ndarray]], list[int]], counters: TierCounters
+    ) -> int:
+        """Read pages into host memory, keep and give those that came right, the leading ones; how many these are.
+
+        `read` fills arrays, and returns the checksums of those that came right.
+        """
+        pages, outs = self._targets(names)
+        sums: list[int] = []
+        try:
+            sums = read(outs)
+        finally:
+            self._keep(load, pages, sums)
+        with self._lock:
+            counters.hits += len(sums) * (load.fetch is not None)
+            counters.bytes_read += len(sums) * self._host.page_bytes
+        self._give(load, pages[: len(sums)], outs[: len(sums)])
+        return len(sums)
 
     def _targets(self, names: list[PageName]) -> tuple[list[HostPage | None], list[np.ndarray]]:
         """Slots to read pages into, held, and their arrays; memory of its own where none is to be had."""
         with self._lock:
             pages = [self._host.reserve(name) for name in names]
-        memory, shape = self._host.memory.pages, self._layout.part_shape(self._part)
+        memory, shape = self._host.pages, self._layout.part_shape(self._part)
         return pages, [np.empty(shape, self._layout.bits) if page is None else memory[page.slot] for page in pages]
 
     def _keep(self, load: _Load, pages: list[HostPage | None], sums: list[int]) -> None:
@@ -318,7 +321,7 @@ class PageLoader:
                 data.append(out[None])
             elif runs and runs[-1] and page.slot == runs[-1][1]:
                 runs[-1][1] += 1
-                data[-1] = self._host.memory.pages[runs[-1][0] : runs[-1][1]]
+                data[-1] = self._host.pages[runs[-1][0] : runs[-1][1]]
             else:
                 runs.append([page.slot, page.slot + 1])
                 data.append(out[None])

@@ -49,22 +49,17 @@ def remote_name(fingerprint: bytes, key: Key, part: PageSlice) -> bytes:
     return fingerprint + key + b"%d-%d-%d-%d" % (layer, last_layer, head, last_head)
 
 
-def check_store_url(url: str) -> str:
-    """Return the URL's scheme; ValueError: no store is known for it."""
-    scheme, separator, address = url.partition("://")
-    if scheme not in _MODULES or not separator or not address:
-        known = ", ".join(f"{name}://HOST:PORT" for name in _MODULES)
-        raise ValueError(f"store must be one of {known}, got {url!r}")
-    return scheme
-
-
 def open_remote(url: str) -> RemoteStore:
     """Open the store of a URL.
 
     Raises:
       ValueError: no store is known for it, or it can't be reached.
     """
-    return importlib.import_module(_MODULES[check_store_url(url)]).open_store(url)
+    scheme, _, address = url.partition("://")
+    if scheme not in _MODULES or not address:
+        known = ", ".join(f"{name}://HOST:PORT" for name in _MODULES)
+        raise ValueError(f"store must be one of {known}, got {url!r}")
+    return importlib.import_module(_MODULES[scheme]).open_store(url)
 
 
 class RemoteProbe:

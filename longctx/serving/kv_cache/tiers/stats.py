@@ -38,11 +38,9 @@ class TierStats:
     Attributes:
       host, disk, remote: of each tier.
       waiting_bytes: of pages that are on their way from devices, or to the disk.
-      last_error: the last error of a read or write, for people.
     """
 
     host: TierCounters = field(default_factory=TierCounters)
     disk: TierCounters = field(default_factory=TierCounters)
     remote: TierCounters = field(default_factory=TierCounters)
     waiting_bytes: int = 0
-    last_error: str = ""

@@ -8,17 +8,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from longctx.models.validation import check_integer
 from longctx.serving.kv_cache.arrivals import Arrivals
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
-from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
+from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
+from longctx.serving.kv_cache.tiers.index import TierListener
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
@@ -38,55 +35,45 @@ class TieredStore:
 
     def __init__(
         self,
+        config: TierConfig,
         layout: PageLayout,
         fingerprint: bytes,
-        host_bytes: int,
-        disk_bytes: int = 0,
-        disk: Path | None = None,
-        eviction: str = "lru",
+        part: PageSlice | None = None,
         remote: RemoteStore | None = None,
         queue_bytes: int | None = None,
-        part: PageSlice | None = None,
     ) -> None:
         """Allocate host memory, and find what is on disk.
 
         Args:
+          config: sizes and rules. Processes may share a folder; each has `disk_bytes` there.
           layout: of pages. fingerprint: of the model (`page_fingerprint`); pages of others are never found.
-          host_bytes, disk_bytes: capacities. disk: a folder, which processes may share; each has `disk_bytes` there.
-          eviction: a rule of `EVICTION`, for all tiers.
-          remote: a store beyond this machine.
+          part: layers and KV heads that this process's devices have. None: all.
+          remote: a store beyond this machine. None: that of `config`.
           queue_bytes: of pages that wait to be written, at most: those that come from the devices, and those that go
             to disk. None: a quarter of host memory, at most 1 GiB.
-          part: layers and KV heads that this process's devices have. None: all.
 
         Raises:
-          TypeError, ValueError: an argument is wrong, or the folder can't be used; the message names it.
+          ValueError: host memory has no room for a page, or the folder or the remote store can't be used; the message
+            names it.
         """
         part = layout.whole if part is None else part
-        layout.check_part(part)
-        if not isinstance(fingerprint, bytes) or not fingerprint:
-            raise ValueError("fingerprint must be bytes, at least one")
-        check_eviction(eviction)
-        host_bytes = check_integer("host_bytes", host_bytes, 1)
-        disk_bytes = check_integer("disk_bytes", disk_bytes, 0)
-        if bool(disk_bytes) != (disk is not None):
-            raise ValueError("disk and disk_bytes must be given together")
-        memory = HostMemory(host_bytes, layout, part)
-        if queue_bytes is None:
-            queue_bytes = min(host_bytes // 4, _MOST_QUEUE_BYTES)
-        queue_bytes = max(check_integer("queue_bytes", queue_bytes, 0, host_bytes), memory.page_bytes)
+        queue_bytes = min(config.host_bytes // 4, _MOST_QUEUE_BYTES) if queue_bytes is None else queue_bytes
+        if remote is None and config.store is not None:
+            remote = open_remote(config.store)
 
         self.layout, self.part = layout, part
         self._lock = threading.Condition()
         self._stats = TierStats()
-        self._host = HostTier(memory, eviction)
-        self._disk = DiskTier(Path(disk), layout, part, fingerprint, disk_bytes, eviction) if disk is not None else None
+        self._host = HostTier(config.host_bytes, layout, part, config.eviction)
+        self._disk = None
+        if config.disk is not None:
+            self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction)
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
         self._is_closed = False
         self._fingerprint = fingerprint
         self._remote, self._probe = remote, None if remote is None else RemoteProbe(remote)
-        most, checksum = queue_bytes // memory.page_bytes, PageChecksum(fingerprint, part)
+        most, checksum = max(1, queue_bytes // self._page_bytes), PageChecksum(fingerprint, part)
         self._store_queue = StoreQueue(self._lock, part, checksum, self._host, self._stats, most, self._has, self._keep)
         self._loader = PageLoader(
             self._lock, layout, part, fingerprint, self._host, self._disk, remote, self._stats, self._admit
@@ -97,7 +84,7 @@ class TieredStore:
             ("kv-write-remote", remote is not None, self._stats.remote, self._write_to_remote),
         ):
             if is_there:
-                self._writers.append(Writer(self._lock, self._host, self._stats, counters, most, name, write))
+                self._writers.append(Writer(self._lock, self._host, counters, most, name, write))
 
     # What is there
 
@@ -128,8 +115,8 @@ class TieredStore:
     @property
     def pinnable_pages(self) -> int:
         """Pages that can be pinned, in the largest tier."""
-        disk = 0 if self._disk is None else self._disk.index.max_pinned
-        return max(self._host.index.max_pinned, disk) // self._page_bytes
+        disk = 0 if self._disk is None else self._disk.max_pinned
+        return max(self._host.max_pinned, disk) // self._page_bytes
 
     def count_by_tier(self, keys: Sequence[Key]) -> dict[str, int]:
         """Return how many of some pages are in host memory, and on disk."""
@@ -182,7 +169,7 @@ class TieredStore:
         with self._lock:
             is_needed = not all(key in self._host for key in keys)
         if is_needed and self.num_loads < _MOST_PREFETCHES:
-            self._loader.prefetch(keys[: max(1, self._host.memory.num_slots // 4)])
+            self._loader.prefetch(keys[: max(1, self._host.num_slots // 4)])
 
     # Keeping and forgetting
 
@@ -192,25 +179,20 @@ class TieredStore:
         At most half of a tier is pinned. Returns how many leading pages are pinned in some tier now; of those that are
         on their way, none. A time that is over unpins them.
         """
-        if until <= time.monotonic():
-            self.unpin(keys)
-            return 0
         with self._lock:
             self._expire()
+            if until <= time.monotonic():
+                for key in keys:
+                    self._unpin(key)
+                return 0
             self._next_expiry = min(until, self._next_expiry)
             pinned = []
             for key in keys:
                 self._pins[key] = max(until, self._pins.get(key, until))
-                in_host = key in self._host and self._host.index.pin(key)
+                in_host = self._host.pin(key)
                 on_disk = self._disk is not None and self._disk.pin(key)
                 pinned.append(in_host or on_disk)
             return pinned.index(False) if False in pinned else len(pinned)
-
-    def unpin(self, keys: Sequence[Key]) -> None:
-        """Let pages go when their turn comes, even if they were pinned."""
-        with self._lock:
-            for key in keys:
-                self._unpin(key)
 
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart."""
@@ -220,9 +202,9 @@ class TieredStore:
             self._loader.epoch += 1
             for writer in self._writers:
                 writer.forget(key)
-            paths_to_delete = self._disk.forget(key) if self._disk is not None else []
+            removed = self._disk.forget(key) if self._disk is not None else []
         if self._disk is not None:
-            self._disk.delete(paths_to_delete)
+            self._disk.delete(removed)
 
     def evict(self, is_wanted: Callable[[Key], bool]) -> int:
         """Let pages leave host memory whose keys are wanted so; how many did.
@@ -231,7 +213,7 @@ class TieredStore:
         """
         with self._lock:
             self._expire()
-            keys = [key for key in self._host.index.names if is_wanted(key) and key not in self._pins]
+            keys = [key for key in self._host.keys if is_wanted(key) and key not in self._pins]
             keys = [key for key in keys if self._disk is None or key in self._disk]
             for key in keys:
                 self._host.forget(key)
@@ -245,10 +227,10 @@ class TieredStore:
             self._loader.epoch += 1
             for writer in self._writers:
                 writer.clear()
-            count = self._host.clear()
-            paths_to_delete = self._disk.clear() if self._disk is not None else []
+            count = len(self._host.clear())
+            removed = self._disk.clear() if self._disk is not None else []
         if self._disk is not None:
-            self._disk.delete(paths_to_delete)
+            self._disk.delete(removed)
         return count
 
     def flush(self, timeout: float) -> bool:
@@ -286,43 +268,24 @@ class TieredStore:
             if self._disk is not None:
                 self._disk.listen(listener)
 
-    def read(self, key: Key) -> np.ndarray | None:
-        """A copy of a page, `[layers, 2, page_size, heads, row_size]` of this process's part in the layout's `bits`.
-
-        It waits for the disk. None: the page is neither in host memory nor on disk, or wrong there.
-        """
-        out = np.empty(self._host.memory.pages.shape[1:], self.layout.bits)
-        with self._lock:
-            page = self._host.find(key)
-            if page is not None:
-                self._host.hold(page)
-            file = self._disk.find(key) if page is None and self._disk is not None else None
-        try:
-            found = page or file
-            return out if found is not None and self._loader.read(found, out) else None
-        finally:
-            if page is not None:
-                with self._lock:
-                    self._host.release(page)
-
     @property
     def stats(self) -> TierStats:
         """Counters, as they are now."""
         with self._lock:
             host, disk, remote = replace(self._stats.host), replace(self._stats.disk), replace(self._stats.remote)
-            host.evicted = self._host.index.num_evicted
-            host.pages, host.num_bytes = len(self._host.index), self._host.index.used
-            host.pinned_bytes = self._host.index.pinned
+            host.evicted = self._host.num_evicted
+            host.pages, host.num_bytes = len(self._host), self._host.used
+            host.pinned_bytes = self._host.pinned
             if self._disk is not None:
-                disk.evicted, disk.pages = self._disk.index.num_evicted, len(self._disk)
-                disk.num_bytes, disk.pinned_bytes = self._disk.index.used, self._disk.index.pinned
+                disk.evicted, disk.pages = self._disk.num_evicted, len(self._disk)
+                disk.num_bytes, disk.pinned_bytes = self._disk.used, self._disk.pinned
                 disk.corrupt += self._disk.num_unusable
             waiting = (len(self._store_queue) + sum(len(writer) for writer in self._writers)) * self._page_bytes
             return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting)
 
     @property
     def _page_bytes(self) -> int:
-        return self._host.memory.page_bytes
+        return self._host.page_bytes
 
     @property
     def _is_idle(self) -> bool:
@@ -342,8 +305,7 @@ class TieredStore:
 
     def _unpin(self, key: Key) -> None:
         self._pins.pop(key, None)
-        if key in self._host:
-            self._host.index.unpin(key)
+        self._host.unpin(key)
         if self._disk is not None:
             self._disk.unpin(key)
 
@@ -351,7 +313,7 @@ class TieredStore:
         """Let a complete page be found in host memory; False if another one with its key can be found already."""
         is_new = self._host.commit(page, checksum)
         if is_new and page.name.key in self._pins:
-            self._host.index.pin(page.name.key)
+            self._host.pin(page.name.key)
         return is_new
 
     def _keep(self, page: HostPage, checksum: int) -> bool:
@@ -372,45 +334,25 @@ class TieredStore:
             if planned is None:
                 self._stats.disk.dropped += 1
                 return
-        file, paths_to_delete = planned
-        disk.delete(paths_to_delete)
-        disk.write(file, self._host.memory.buffer(page.slot), page.checksum)
+        file, removed = planned
+        disk.delete(removed)
+        disk.write(file, self._host.buffer(page), page.checksum)
         with self._lock:
             if is_wanted := page in writer:
-                disk.commit(file)
+                disk.add(file)
                 if key in self._pins:
                     disk.pin(key)
                 self._stats.disk.stored += 1
                 self._stats.disk.bytes_written += file.size
         if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart
-            disk.delete([file.path])
+            disk.delete([file])
 
     def _write_to_remote(self, page: HostPage) -> None:
         assert self._remote is not None
         name = remote_name(self._fingerprint, page.name.key, self.part)
-        value = page.checksum.to_bytes(CHECKSUM_BYTES, "little") + self._host.memory.buffer(page.slot)
+        value = page.checksum.to_bytes(CHECKSUM_BYTES, "little") + self._host.buffer(page)
         is_kept = self._remote.put(name, value)
         with self._lock:
             self._stats.remote.stored += is_kept
             self._stats.remote.dropped += not is_kept
             self._stats.remote.bytes_written += len(value) * is_kept
-
-
-def open_store(
-    config: TierConfig, layout: PageLayout, fingerprint: bytes, part: PageSlice | None = None
-) -> TieredStore:
-    """Open the tiers that a configuration names.
-
-    Raises:
-      ValueError: the folder can't be used, or the remote store can't be reached; the message names it.
-    """
-    return TieredStore(
-        layout,
-        fingerprint,
-        config.host_bytes,
-        config.disk_bytes,
-        None if config.disk is None else Path(config.disk),
-        config.eviction,
-        None if config.store is None else open_remote(config.store),
-        part=part,
-    )

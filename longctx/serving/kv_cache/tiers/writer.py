@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum, PageName
+from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
+from longctx.serving.kv_cache.tiers.index import PageName
 from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
@@ -117,16 +118,15 @@ class StoreQueue:
                 for row, store in enumerate(stores):
                     if store.key in keys and self._arriving.get(store.key) is read:
                         pages[row] = self._host.reserve(PageName(store.key, store.parent, store.number))
-            memory = self._host.memory
-            outs = [None if page is None else memory.pages[page.slot] for page in pages]
+            outs = [None if page is None else self._host.pages[page.slot] for page in pages]
             complete = assemble(blocks, outs, self._part)
             for row, page in enumerate(pages):
                 if page is not None and complete[row]:
-                    sums[row] = self._checksum(page.name.key, memory.buffer(page.slot))
-        except Exception as error:
+                    sums[row] = self._checksum(page.name.key, self._host.buffer(page))
+        except Exception:
+            logger.exception("%d pages can't be read from the devices", len(keys))
             with self._lock:
                 self._stats.host.failed += 1
-                self._stats.last_error = str(error) or repr(error)
         finally:
             with self._lock:
                 for store, page, checksum in zip(stores, pages, sums, strict=True):
@@ -140,7 +140,7 @@ class StoreQueue:
             del self._arriving[key]
             if page is not None and checksum is not None and self._keep(page, checksum):
                 self._stats.host.stored += 1
-                self._stats.host.bytes_written += self._host.memory.page_bytes
+                self._stats.host.bytes_written += self._host.page_bytes
             else:
                 self._stats.host.dropped += 1
         if page is not None:
@@ -161,14 +161,13 @@ class Writer:
         self,
         lock: threading.Condition,
         host: HostTier,
-        stats: TierStats,
         counters: TierCounters,
         most_pages: int,
         name: str,
         write: Callable[[HostPage], None],
     ) -> None:
-        self._lock, self._host, self._stats, self._counters = lock, host, stats, counters
-        self._most, self._write = most_pages, write
+        self._lock, self._host, self._counters = lock, host, counters
+        self._most, self._name, self._write = most_pages, name, write
         self._waiting: dict[Key, HostPage] = {}  # and the one that is being written
         self._workers = Workers(1, name)
         self._is_closed = False
@@ -218,9 +217,10 @@ class Writer:
             self._write(page)
         except Exception as error:
             with self._lock:
+                if not self._counters.failed:
+                    logger.warning("%s: a page can't be written: %r (later errors are counted)", self._name, error)
                 self._counters.failed += 1
                 self._counters.dropped += 1
-                self._stats.last_error = str(error) or repr(error)
         finally:
             with self._lock:
                 if page in self:
