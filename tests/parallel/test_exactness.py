@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, plan_varseq, ring_pass_kv, ring_pass_q
+from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, plan_varseq, ring, ring_pass_kv, ring_pass_q
 
 Arrays = dict[str, jax.Array]
 
@@ -164,6 +164,15 @@ def test_many_tiles_and_blocks_of_keys(exchange: str) -> None:
     if exchange == "pass_q_decode":  # every row a sequence of its own
         q_segments = np.where(np.arange(ranks * new) % 7 < 2, q_segments, -1)
     check(exchange, ranks, 4, cases.Tokens(q_positions, kv_positions, q_segments, kv_segments), 0, lengths=(new, keys))
+
+
+@pytest.mark.parametrize("exchange", thinned(("pass_kv", "pass_q"), "pass_kv"))
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=2)
+def test_a_ring_whose_middle_hops_are_a_loop(exchange: str, data: st.DataObject, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "MOST_UNROLLED", 4)
+        check(exchange, 5, 1, data.draw(cases.tokens(5)), seed, scale=0.3)  # of no other test, so compiled here
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
