@@ -362,7 +362,7 @@ class Conductor:
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
-        held = {name: match.blocks for name, match in self.index.match(keys).items()}
+        held = self.index.match(keys)
         matches = dict(held)
         for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):
