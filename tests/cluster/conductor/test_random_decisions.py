@@ -66,7 +66,7 @@ class RandomCluster(RuleBasedStateMachine):
     @rule(name=names, restores=st.booleans())
     def drain(self, name: str, restores: bool) -> None:
         if name in self.roles:
-            (self.conductor.restore if restores else self.conductor.drain)(name, self.now)
+            self.conductor.drain(name, self.now, not restores)
             (self.draining.discard if restores else self.draining.add)(name)
 
     @rule(name=names, role=st.sampled_from(ROLES))
