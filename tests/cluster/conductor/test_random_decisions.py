@@ -245,7 +245,7 @@ class RandomCluster(RuleBasedStateMachine):
                 self.conductor.report(each.name, Report(0.0, 0, 0), self.now)
             assert each.queue(self.now) == each.sending(self.now) == 0.0
             assert each.decoding == each.coming == each.held == each.others == NO_DECODES
-            assert not each.open
+            assert each.view(self.now).open_requests == 0
         assert not self.conductor.state.prefilling
         assert not self.conductor.state.decoding
         assert len(self.conductor.state.pending) == 0
