@@ -58,7 +58,7 @@ class Transfers(Protocol):
         prepared: PreparedRequest,
         headers: Mapping[str, str],
     ) -> Received | None:
-        """Return what a request of another server begins with: pages by `params`, or by the server of `prefill`, or None."""
+        """Return what a request of another server begins with, by `params` or by `prefill`; None: nothing."""
         ...
 
     def fetch_prefix(
