@@ -27,14 +27,8 @@ from longctx.cli.serve_settings import (
 from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
-from longctx.cluster.launcher.launcher import (
-    Address,
-    Launched,
-    Launcher,
-    MakeCommand,
-    ProcessLauncher,
-    StaticLauncher,
-)
+from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, ProcessLauncher
+from longctx.cluster.launcher.ray_launcher import RayLauncher
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
@@ -59,6 +53,7 @@ _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_pre
 _OURS |= {"record", "record_bytes"}
 """Flags of instances that the launcher sets, so that a file must not."""
 _LOOPBACK = "127.0.0.1"
+_Launcher = ProcessLauncher | RayLauncher
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
@@ -140,7 +135,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, Launcher, str]:
+def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, _Launcher, str]:
     """Return the flags of the instances, their launcher, and the key by which they are asked."""
     place = f"{options.cluster}: "
     given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
@@ -175,39 +170,21 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
             each.role,
             instance_command(common, own[each.name]),
             paths,
-            _devices(each.devices),
-            _members(each),
+            _environments(each),
         )
         for each in starts
     ]
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
-    return engine, _launcher(file, launched, known), files.admin_key
+    launcher = RayLauncher(launched, file.ray, known) if file.launcher == "ray" else ProcessLauncher(launched, known)
+    return engine, launcher, files.admin_key
 
 
-def _devices(devices: Sequence[int]) -> dict[str, str]:
-    """Variables that let a process see its devices alone."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-
-
-def _members(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
-    """Variables of each process of an instance of several."""
-    if instance.processes == 1:
-        return ()
-    each, secret = len(instance.devices) // instance.processes, secrets.token_urlsafe(32)
-    return tuple(
-        {"LONGCTX_GROUP_SECRET": secret} | _devices(instance.devices[i * each : (i + 1) * each])
-        for i in range(instance.processes)
-    )
-
-
-def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address]) -> Launcher:
-    if file.launcher == "static":
-        return StaticLauncher(known)
-    if file.launcher == "processes":
-        return ProcessLauncher(launched, known)
-    from longctx.cluster.launcher.ray_launcher import RayLauncher
-
-    return RayLauncher(launched, file.ray, known)
+def _environments(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
+    """Variables of each process of an instance: the devices that it sees, and the secret of several."""
+    each, devices = len(instance.devices) // instance.processes, list(map(str, instance.devices))
+    common = {} if instance.processes == 1 else {"LONGCTX_GROUP_SECRET": secrets.token_urlsafe(32)}
+    parts = [devices[i * each : (i + 1) * each] for i in range(instance.processes)]
+    return tuple(common | ({"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {}) for part in parts)
 
 
 def _server_maker(
@@ -246,7 +223,7 @@ def _move(server: RouterServer, address: Address) -> None:
 def _watch(
     server: RouterServer,
     http: HttpServer,
-    launcher: Launcher,
+    launcher: _Launcher,
     count: int,
     ended: threading.Event,
     console: Console,
