@@ -10,7 +10,6 @@ the rows that are left of 512 for a chunk of the last one's prompt.
 """
 
 import argparse
-import functools
 import resource
 import sys
 import time
@@ -66,8 +65,9 @@ class RunningHost:
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
         longest = max(lengths) + steps + 2 + unread
-        make = functools.partial(MeshModelRunner, MODEL, params, make_mesh(), 1, PAGE)
-        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
+        sizes = 1, PAGE, RUNNING, -(-longest // PAGE), config.step_rows(ParallelPlan()).largest
+        runner = MeshModelRunner(MODEL, params, make_mesh(), *sizes)
+        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, runner)
         self.scheduler = Scheduler(_chunker(BUDGET), PagePool(pages), PAGE, RUNNING)
         self.core = Core(self.scheduler, PageHash(bytes(32), PAGE), None, run_ahead=2)
         self.bytes_sent: set[int] = set()

@@ -64,7 +64,7 @@ def compile_step(llama: LlamaConfig, config: EngineConfig, mesh: Mesh, pages: in
     """The programs of the largest steps, as `ModelRunner` compiles them."""
     entries, dtype = -(-length // config.page_size), jnp.dtype(jnp.bfloat16)
     shapes = StepShapes(llama, config, ParallelPlan(), pages, entries, 2)
-    sizes = config.max_running, entries, sum(shapes.largest)
+    sizes = config.max_running, entries, sum(config.step_rows(ParallelPlan()).largest)
     state = abstract_state(llama, mesh, dtype, dtype, pages, config.page_size, *sizes)
     params, programs, sections = abstract_params(mesh, dtype, llama), [], (0, 0)
     for shape in shapes.largest_shapes():

@@ -93,11 +93,6 @@ class StepShapes:
         sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}
         self._messages = {name: Messages(num_pages, entries, page_bytes, most) for name, most in sizes.items()}
 
-    @property
-    def largest(self) -> Rows:
-        """The largest bucket of each kind of rows."""
-        return self._buckets.largest
-
     def __iter__(self) -> Iterator[Shape]:
         """All shapes that serving may need."""
         for sharded, replicated, local in itertools.product(*self._buckets.kinds):
