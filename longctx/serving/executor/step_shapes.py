@@ -48,6 +48,11 @@ def make_messages(num_pages: int, entries: int, page_bytes: float, most_bytes: f
     return list(map(Message, lengths, rounds))
 
 
+def choose_message(messages: list[Message], pages: int) -> Message:
+    """Return the longest message that `pages` pages fill, those of the rank that has most."""
+    return max((x for x in messages if x.pages <= pages), default=messages[0])
+
+
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
 
@@ -117,10 +122,9 @@ class StepShapes:
         instead = "all_gather" if exchange == "pass_q" and not pages else exchange
         for name in (instead, exchange, "pass_kv", "pass_q", *exchanges):
             if name in exchanges:
-                message = NOTHING_CACHED
-                if pages and name in self._messages:  # the longest message that they fill
-                    messages = self._messages[name]
-                    message = max((x for x in messages if x.pages <= pages), default=messages[0])
+                message = (
+                    choose_message(self._messages[name], pages) if pages and name in self._messages else NOTHING_CACHED
+                )
                 if message in exchanges[name]:
                     return self._shape(buckets, name, message)
         raise AssertionError(f"no shape for {rows}, {exchange} of {pages} pages")

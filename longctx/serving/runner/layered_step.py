@@ -78,6 +78,7 @@ def layered_step(
     samples: Any,
     shape: Shape,
     sections: tuple[int, int],
+    *,
     call: Callable[..., Any] = lambda program, *arguments: program(*arguments),
 ) -> tuple[DeviceState, Float[Array, "stages_ranks rows D"], Float[Array, "R D"]]:
     """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
