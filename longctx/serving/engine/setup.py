@@ -25,7 +25,6 @@ from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
-    memory_use,
     most_pages,
     steps_in_flight,
 )
@@ -116,9 +115,7 @@ class EngineSetup(NamedTuple):
             return None
 
         def measure() -> MemoryUse:
-            memory = DeviceMemory.of(mesh.local_devices)
-            assert memory is not None
-            return memory_use(self.model, self.config, mesh, dtype, memory, self.max_length)
+            return estimate(self.model, self.config, mesh, dtype, 0, self.max_length, is_loaded=True)
 
         return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
@@ -177,8 +174,7 @@ def resolve(
     if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
         # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
         dtype = params["embed"].dtype
-        needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
-        needed.check(mesh.local_devices[0])
+        estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True).check()
         num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length)
     topology = resolve_topology(topology, plan, mesh)
     is_profiled = predictor is not None
