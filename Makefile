@@ -122,14 +122,12 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.kernels --model
 	$(BIN)/python -m benchmarks.context_parallel
-	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.one_sequence $(MODEL)
 	$(BIN)/python -m benchmarks.host_overhead
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.engine_mesh
 	$(BIN)/python -m benchmarks.step_channel
 	$(BIN)/python -m benchmarks.tiers
-	$(BIN)/python -m benchmarks.first_question --model $(MODEL)
 	$(BIN)/python -m benchmarks.mixed_load
 
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.

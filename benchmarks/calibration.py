@@ -7,6 +7,7 @@ model, plan and figure. A random half of the rows is fitted, the other half eval
 Source: Vidur (Agrawal et al. 2024), data/profiling; Mnemosyne, section 4.2, and Medha, 4.1, which predict by it too.
 """
 
+import csv
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from benchmarks.operator_tables import LAYER_OPERATORS, Row, milliseconds, read_table
 from longctx.parallel.device_tables import DEVICES, LINKS, Device, Link
 from longctx.serving.predictor.fit import fit_non_negative
 
+Row = Mapping[str, str]
+
+LAYER_OPERATORS = (
+    *("input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "post_attention_layernorm"),
+    *("mlp_up_proj", "mlp_act", "mlp_down_proj", "add", "add"),
+)
+"""Operators of one layer, as a table of linear layers names them."""
 SHAPE = ("n_embd", "n_head", "n_kv_head", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 ATTENTION_COLUMNS = (
     "n_embd",
@@ -76,7 +83,10 @@ def read_rows(path: Path, columns: Sequence[str], operators: Sequence[str]) -> l
       OSError: the file can't be read.
       ValueError: it has no rows, or lacks a column; the message names it.
     """
-    rows = read_table(path)
+    with path.open(encoding="utf-8", newline="") as file:
+        rows: list[Row] = list(csv.DictReader(file))
+    if not rows:
+        raise ValueError(f"{path} has no rows")
     medians = [f"time_stats.{name}.median" for name in dict.fromkeys(operators)]
     if missing := [name for name in (*columns, *medians) if name not in rows[0]]:
         raise ValueError(f"{path} must have the column {missing[0]!r}")
@@ -84,6 +94,11 @@ def read_rows(path: Path, columns: Sequence[str], operators: Sequence[str]) -> l
     if not rows:
         raise ValueError(f"{path} has no row with all of {', '.join(medians)}")
     return rows
+
+
+def milliseconds(row: Row, operator: str) -> float:
+    """The median time of an operator."""
+    return float(row[f"time_stats.{operator}.median"])
 
 
 def layer_work(rows: Sequence[Row]) -> np.ndarray:

@@ -43,10 +43,10 @@ Run = Callable[[], object]
 
 
 class Peer:
-    """A script of this folder in another environment, which answers each line on its input with one on its output."""
+    """`ringattention_peer.py` in another environment, which answers each line on its input with one on its output."""
 
-    def __init__(self, python: str, *arguments: object, script: str = "ringattention_peer.py") -> None:
-        command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    def __init__(self, python: str, *arguments: object) -> None:
+        command = [python, str(Path(__file__).with_name("ringattention_peer.py")), *map(str, arguments)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.versions = self._answer()
 
@@ -205,7 +205,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokens < RANKS or args.tokens % RANKS:
         parser.error(f"--tokens must be a positive multiple of {RANKS}, got {args.tokens}")
-    peer = None if args.peer is None else Peer(args.peer, args.tokens)
+    peer = None if args.peer is None else Peer(args.peer, "attention", args.tokens)
 
     against = "" if peer is None else f"; peer: {peer.versions}"
     print(f"{datetime.date.today()}, {os.cpu_count()} cores, jax {jax.__version__}{against}")

@@ -112,7 +112,7 @@ async def run_round(
         found.windows.append((start, times[0]))
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None)) as client:
-        chats = [asyncio.create_task(chat(client, urls[i % len(urls)])) for i in range(clients)]
+        chats = [asyncio.create_task(chat(client, urls[i % len(urls)])) for i in range(num_clients)]
         await asyncio.sleep(2.0)
         begun = time.perf_counter()
         reads = []

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine [--llama-cpp PYTHON] [--rounds 3]
 
-Output tokens per second on the 100M-parameter model of `benchmarks.end_to_end`, float32, all contenders with the same
+Output tokens per second on a 100M-parameter model, float32, all contenders with the same
 random weights, on all cores, in turns: the engine (prefix cache off, so that no round finds the one before), the
 `generate` of transformers in one batch, padded on the left, whose every row runs to the longest output (only tokens
 that were asked for count), the same one by one, and llama.cpp with continuous batching. PYTHON is that of an
@@ -30,9 +30,8 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.model import CONFIG
 from benchmarks.timing import matmul_gflops, read_gbytes
-from longctx.models import Llama, load_checkpoint, save_checkpoint
+from longctx.models import Llama, LlamaConfig, load_checkpoint, save_checkpoint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.executor.executor import DeviceExecutor
@@ -43,6 +42,16 @@ from longctx.simulation.workloads import Lengths, synthesize
 Workload = list[tuple[list[int], int]]  # prompts, and tokens to generate
 Contender = Callable[[], tuple[float, list[list[int]]]]  # seconds, and the tokens of each request
 RUNNING, PAGE, BUDGET, NUM_PAGES, MAX_LENGTH = 16, 64, 512, 512, 2048
+CONFIG = LlamaConfig(
+    vocab_size=258,
+    hidden_size=768,
+    intermediate_size=2816,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=6,
+    head_dim=64,
+    max_positions=8192,
+)
 
 
 def tell(text: str) -> None:

@@ -13,14 +13,12 @@ over eight ranks eight times as many, so that each rank has as many as one devic
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -109,7 +107,10 @@ def linear_flops(config: LlamaConfig) -> int:
     return 2 * config.num_layers * config.hidden_size * (attention + 3 * config.intermediate_size)
 
 
-def compare(model: Llama, params: Params, length: int, chunk: int, rounds: int) -> dict[str, Any]:
+def read_in_turns(
+    model: Llama, params: Params, length: int, chunk: int, rounds: int
+) -> tuple[list[Reader], float, list[tuple[int, float]]]:
+    """The readers of all cases, the seconds of the linear layers alone, and each reader's first token."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
     short = [prompt[at : at + chunk // RUNNING] for at in range(0, length, chunk // RUNNING)]
     readers = [Reader(case, model, params, length, chunk) for case in CASES]
@@ -123,68 +124,20 @@ def compare(model: Llama, params: Params, length: int, chunk: int, rounds: int) 
             tell(f"{name}: {reader.seconds[-1]:.2f} s{'' if turn else ', compiling included'}")
             if reader is not linear and not turn:
                 answers += told
-    config, ideal = model.config, min(reader.median for reader in readers[:4])
-    flops = (
-        length * linear_flops(config),
-        2 * length * (length + 1) * config.num_layers * config.num_heads * config.head_dim,
-    )
-    rows = [
-        _row(reader, length, ideal, linear.median, sum(flops), answer, answers[0])
-        for reader, answer in zip(readers, answers, strict=True)
-    ]
-    return {
-        "tokens": length,
-        "gflop": {"linear": flops[0] / 1e9, "attention": flops[1] / 1e9},
-        "gflops": matmul_gflops(),
-        "ideal": ideal,
-        "linear": linear.median,
-        "rows": rows,
-    }
+    return readers, linear.median, answers
 
 
-def _row(
-    reader: Reader,
-    length: int,
-    ideal: float,
-    linear: float,
-    flops: int,
-    answer: tuple[int, float],
-    expected: tuple[int, float],
-) -> dict[str, Any]:
-    plan = reader.case.plan
+def row(reader: Reader, length: int, ideal: float, linear: float, flops: float, is_same: bool) -> str:
+    """A line of the table in markdown; `ideal`: of one or two devices; `linear`: seconds of the linear layers."""
+    plan, took = reader.case.plan, reader.median
     if plan.context > 1 and not plan.shards_rows:
         ideal += (plan.context - 1) * linear
-    return {
-        "plan": reader.case.name,
-        "chunk": reader.chunk,
-        "seconds": reader.median,
-        "tokens_per_second": length / reader.median,
-        "gflops": flops / reader.median / 1e9,
-        "ideal": ideal,
-        "of_ideal": ideal / reader.median,
-        "ticks": reader.ticks,
-        "least_ticks": math.ceil(length / reader.chunk) + plan.stage - 1,
-        "idle": reader.idle,
-        "stage_ticks": plan.stage * reader.ticks,
-        "agrees": answer[0] == expected[0] and abs(answer[1] - expected[1]) < 1e-3,
-    }
-
-
-def table(found: dict[str, Any]) -> str:
-    """In markdown."""
-    lines = [
-        "| plan | chunk | seconds | tokens/s | GFLOP/s | ideal, s | of the ideal | ticks (least) | idle stage-ticks "
-        "| same token |",
-        "|" + "---|" * 10,
-    ]
-    for row in found["rows"]:
-        lines.append(
-            f"| {row['plan']} | {row['chunk']} | {row['seconds']:.2f} | {row['tokens_per_second']:,.0f} "
-            f"| {row['gflops']:.0f} | {row['ideal']:.2f} | {row['of_ideal']:.2f} "
-            f"| {row['ticks']} ({row['least_ticks']}) | {row['idle']} of {row['stage_ticks']} "
-            f"| {'yes' if row['agrees'] else 'no'} |"
-        )
-    return "\n".join(lines)
+    least = math.ceil(length / reader.chunk) + plan.stage - 1
+    return (
+        f"| {reader.case.name} | {reader.chunk} | {took:.2f} | {length / took:,.0f} | {flops / took / 1e9:.0f} "
+        f"| {ideal:.2f} | {ideal / took:.2f} | {reader.ticks} ({least}) | {reader.idle} of {plan.stage * reader.ticks} "
+        f"| {'yes' if is_same else 'no'} |"
+    )
 
 
 def main() -> None:
@@ -193,7 +146,6 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="rows of a step, with one stage; a multiple of 64")
     parser.add_argument("--hidden", type=int, default=512, help="size of hidden states, a multiple of 128")
     parser.add_argument("--rounds", type=int, default=3, help="all take turns; medians count")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.chunk % 64 or options.hidden % 128 or min(options.chunk, options.hidden, options.tokens) < 1:
         parser.error("--chunk must be a positive multiple of 64, --hidden of 128, --tokens positive")
@@ -210,18 +162,26 @@ def main() -> None:
     )
     model = Llama(config)
     load = os.getloadavg()[0]
-    found = compare(model, model.init(jax.random.key(0)), options.tokens, options.chunk, options.rounds)
-    gflop, rate = found["gflop"], found["gflops"]
-    print(
-        f"{options.tokens:,} tokens, 8 layers of {options.hidden}, {os.cpu_count()} cores, jax {jax.__version__}, load "
-        f"{load:.1f} before. {gflop['linear']:.0f} GFLOP of linear layers, {gflop['attention']:.0f} of attention, at "
-        f"{rate:.0f} GFLOP/s (float32 product of 2048) {sum(gflop.values()) / rate:.2f} s. "
-        f"Ideal: {found['ideal']:.2f} s, of which linear layers {found['linear']:.2f}. "
-        f"Medians of {options.rounds} rounds.\n"
+    length = options.tokens
+    readers, linear, answers = read_in_turns(
+        model, model.init(jax.random.key(0)), length, options.chunk, options.rounds
     )
-    print(table(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    ideal, rate = min(reader.median for reader in readers[:SMALL]), matmul_gflops()
+    products = length * linear_flops(config)
+    attention = 2 * length * (length + 1) * config.num_layers * config.num_heads * config.head_dim
+    print(
+        f"{length:,} tokens, 8 layers of {options.hidden}, {os.cpu_count()} cores, jax {jax.__version__}, load "
+        f"{load:.1f} before. {products / 1e9:.0f} GFLOP of linear layers, {attention / 1e9:.0f} of attention, at "
+        f"{rate:.0f} GFLOP/s (float32 product of 2048) {(products + attention) / rate / 1e9:.2f} s. "
+        f"Ideal: {ideal:.2f} s, of which linear layers {linear:.2f}. Medians of {options.rounds} rounds.\n"
+    )
+    print(
+        "| plan | chunk | seconds | tokens/s | GFLOP/s | ideal, s | of the ideal | ticks (least) | idle | same token |"
+    )
+    print("|" + "---|" * 10)
+    for reader, (token, logprob) in zip(readers, answers, strict=True):
+        is_same = token == answers[0][0] and abs(logprob - answers[0][1]) < 1e-3
+        print(row(reader, length, ideal, linear, products + attention, is_same))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 One sequence over 8 CPU devices, float32, Adam: 4 layers, 4 heads of 64, feed-forward of 1024, 4096 token ids. Both have
 the same first weights and the same tokens, compute layers again for the gradient, and feed-forward and logits by chunks
 of 512 tokens; their losses are printed beside each other. Ours: `longctx.nnx.to_nnx`, zigzag. The peer's: contiguous
-shards, `benchmarks/ringattention_training_peer.py`; it has no grouped heads, so here neither has.
+shards, `benchmarks/ringattention_peer.py`; it has no grouped heads, so here neither has.
 
 Steps take turns, and times are medians over the rounds. Memory is what the compiler says that a step takes beside
 parameters and optimizer, of each device. From two lengths follow the bytes of a token, from these the longest sequence
@@ -118,7 +118,7 @@ def main() -> None:
                 for path, x in jax.tree.leaves_with_path(params)
             },
         )
-        peer = Peer(args.peer, file, CHUNK, script="ringattention_training_peer.py")
+        peer = Peer(args.peer, "training", file, CHUNK)
     against = "" if peer is None else f"; peer: {peer.versions}"
     print(f"{datetime.date.today()}, {os.cpu_count()} cores, jax {jax.__version__}{against}")
     print(f"Bound: {matmul_gflops():.0f} GFLOP/s (float32 matrix product of 2048). Medians of {args.rounds} rounds.\n")

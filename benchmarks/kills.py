@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 from tqdm import tqdm
 
-from benchmarks.processes import free_coordinator
+from benchmarks.server_process import free_port
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
 FAILURE_TIMEOUT, JOIN_TIMEOUT = 6.0, 60.0
@@ -74,7 +74,7 @@ def work(coordinator: str, processes: int, process: int) -> None:
 
 def kill(processes: int, rng: random.Random, folder: Path) -> Kill:
     """Start the processes, kill one in a random phase, and wait for the others."""
-    coordinator = free_coordinator()
+    coordinator = f"127.0.0.1:{free_port()}"
     sign, victim, wanted = rng.choice(SIGNALS), rng.randrange(processes), rng.choice(PHASES)
     running = []
     for process in range(processes):

@@ -12,11 +12,9 @@ Source: Medha, 5.2 (figure 15) and 3.2 (figure 6).
 """
 
 import argparse
-import json
-import statistics
+import math
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +23,6 @@ import numpy as np
 from longctx.models import Llama, load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
-from longctx.plotting import MARKERS, drawing, save_both, style
 from longctx.serving import Engine, EngineConfig, Slo
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
@@ -68,59 +65,41 @@ class Bench(NamedTuple):
         )
         return Engine(self.model, self.params, config, **more)
 
-    def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> "Result":
+    def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> list[float]:
+        """TTFT of short requests (P50, P90), TPOT (P50, P95), TTFT of the long one, and the error of predictions."""
         tell(f"{name} ...")
         record = Record()
         known = None if str(WHOLE) in chunking else predictor  # it knows no step so large, nor does fcfs need it
         engine = self.engine(policy, chunking, tpot, predictor=known, monitor=record.steps.append)
         engine.warm_up()
-        return Result(name, replay(engine, self.requests, time.monotonic, record=record))
-
-    def rounds(
-        self, cases: list[tuple[str, str, str, float]], predictor: RuntimePredictor, rounds: int
-    ) -> list[dict[str, Any]]:
-        """All cases in turns, and the medians of each: the machine is shared."""
-        runs = [[self.run(*case, predictor).row() for case in cases] for _ in range(rounds)]
-        return [_medians(list(rows)) for rows in zip(*runs, strict=True)]
-
-
-class Result(NamedTuple):
-    """Of one run; seconds."""
-
-    name: str
-    record: Record
-
-    def row(self) -> dict[str, Any]:
-        (long,) = (x for x in self.record.served if x.metrics.prompt_tokens == LONG)
-        short = [x.ttft for x in self.record.served if x.metrics.prompt_tokens < LONG]
-        until = long.metrics.first_token or 0.0
+        replay(engine, self.requests, time.monotonic, record=record)
+        (long,) = (x for x in record.served if x.metrics.prompt_tokens == LONG)
+        short = [x.ttft for x in record.served if x.metrics.prompt_tokens < LONG]
         # Every decode's wait for its token is the step in which it is computed.
-        steps = [step for step in self.record.steps if step.finished <= until]
+        steps = [step for step in record.steps if step.finished <= (long.metrics.first_token or 0.0)]
         waits = np.repeat([step.seconds for step in steps], [step.decodes for step in steps])
-        return {
-            "name": self.name,
-            "long_ttft": long.ttft,
-            "short_ttft": {f"p{p}": float(np.percentile(short, p)) for p in (50, 90)},
-            "tpot": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95)} if len(waits) else None,
-            "chunks": [(at, count) for s in self.record.steps for at, count in s.chunks],
-            "prediction_error": summarize(self.record)["prediction_error"],
-        }
+        tpots = np.percentile(waits, (50, 95)).tolist() if len(waits) else [math.nan] * 2
+        error = summarize(record)["prediction_error"]
+        return [*np.percentile(short, (50, 90)).tolist(), *tpots, long.ttft, math.nan if error is None else error]
 
-
-def _medians(rows: list[Any]) -> Any:
-    """Of equal keys; what is no number is the first one's."""
-    rows = [row for row in rows if row is not None] or [None]
-    if isinstance(rows[0], dict):
-        return {key: _medians([row[key] for row in rows]) for key in rows[0]}
-    return statistics.median(rows) if isinstance(rows[0], float) else rows[0]
+    def table(self, cases: list[tuple[str, str, str, float]], predictor: RuntimePredictor, rounds: int) -> str:
+        """All cases in turns, in markdown, and the medians of each: the machine is shared."""
+        runs = np.array([[self.run(*case, predictor) for case in cases] for _ in range(rounds)])
+        lines = [
+            "| | short TTFT p50 | p90 | TPOT p50 | p95 | long TTFT | predictions off by |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for (name, *_), (*seconds, error) in zip(cases, np.nanmedian(runs, 0).tolist(), strict=True):
+            lines.append(f"| {name} | {' | '.join(f'{x:.3f} s' for x in seconds)} | {error:.0%} |")
+        return "\n".join(lines)
 
 
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict[str, float]]]:
-    """The predictor, and its mean and largest errors."""
+def fitted(bench: Bench, repeats: int) -> RuntimePredictor:
+    """The predictor, whose mean and largest errors are printed."""
     engine = bench.engine("ilrs", "static", 1.0)
     tell("compiling ...")
     engine.warm_up()
@@ -130,54 +109,10 @@ def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict
     measured = measure(engine, [*own, *others[0], *others[1]], repeats)
     predictor = fit(measured[: len(own)], BUCKETS, tiles(engine))
     parts = {"fitted": measured[: len(own)], "held out": measured[len(own) : -40], "four times": measured[-40:]}
-    errors = {}
     for name, part in parts.items():
         found = np.abs(relative_errors(predictor, part))
-        errors[name] = {"mean": float(found.mean()), "largest": float(found.max()), "batches": len(found)}
-    return predictor, errors
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """In markdown."""
-    lines = [
-        "| | short TTFT p50 | p90 | TPOT p50 | p95 | long TTFT | predictions off by |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        tpot = row["tpot"] or {"p50": float("nan"), "p95": float("nan")}
-        numbers = (*row["short_ttft"].values(), *tpot.values(), row["long_ttft"])
-        told = " | ".join(f"{x:.3f} s" for x in numbers)
-        lines.append(f"| {row['name']} | {told} | {row['prediction_error']:.0%} |")
-    return "\n".join(lines)
-
-
-def draw_loads(rows: list[dict[str, Any]]) -> Any:
-    names = [row["name"].replace(", ", "\n") for row in rows]
-    figure, (ttft, tail, long, chunks) = drawing(4, 3.0, 3.6)
-    for axes, title, values in (
-        (ttft, "TTFT of short ones, median", [row["short_ttft"]["p50"] for row in rows]),
-        (tail, "90 %", [row["short_ttft"]["p90"] for row in rows]),
-        (long, "TTFT of the long one", [row["long_ttft"] for row in rows]),
-    ):
-        axes.bar_label(axes.bar(names, values), fmt="%.2f", fontsize=7)
-        axes.set(title=title, ylabel="seconds")
-        axes.tick_params(axis="x", labelsize=6)
-        axes.grid(visible=False, axis="x")
-    chunks.plot(*zip(*(x for x in rows[0]["chunks"] if x[0] > 0), strict=True), ".", markersize=3)
-    chunks.set(title=f"Chunks, {rows[0]['name']}", xlabel="tokens before", ylabel="tokens")
-    return figure
-
-
-def draw_pareto(rows: list[dict[str, Any]]) -> Any:
-    figure, (axes,) = drawing(1, 5.5, 4)
-    for kind, marker in zip(("static", "adaptive"), MARKERS, strict=False):
-        points = [(row["tpot"]["p95"], row["long_ttft"], row["name"]) for row in rows if row["name"].startswith(kind)]
-        axes.plot(*list(zip(*points, strict=True))[:2], f"{marker}-", label=kind)
-        for x, y, name in points:
-            axes.annotate(name.partition(":")[2], (x, y), (4, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="TPOT of short ones, 95 %, seconds", ylabel="TTFT of the long one, seconds", xscale="log")
-    axes.legend()
-    return figure
+        print(f"predictor, {name}: mean error {found.mean():.1%}, at most {found.max():.1%}, {len(found)} batches")
+    return predictor
 
 
 def main() -> None:
@@ -188,8 +123,6 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=0.2, help="seconds, adaptive chunks")
     parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
     parser.add_argument("--rounds", type=int, default=3, help="all take turns; medians count")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="where figures go, SVG and PNG")
     options = parser.parse_args()
 
     count = round(options.rate * options.seconds)
@@ -197,28 +130,14 @@ def main() -> None:
     long = WorkloadRequest(0.5, LONG, 4, number=count)
     model, params = load_checkpoint(TINY)
     bench = Bench(model, params, sorted([*short, long], key=lambda request: request.arrival))
-    predictor, errors = fitted(bench, options.repeats)
-    for name, error in errors.items():
-        print(f"predictor, {name}: mean error {error['mean']:.1%}, at most {error['largest']:.1%}, {error['batches']}")
-
+    predictor = fitted(bench, options.repeats)
     print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    loads = bench.rounds([(name, *how, options.tpot) for name, how in LOADS.items()], predictor, options.rounds)
-    print(f"\n{table(loads)}")
-    pareto = []
+    loads = [(name, *how, options.tpot) for name, how in LOADS.items()]
+    print(f"\n{bench.table(loads, predictor, options.rounds)}")
     if options.pareto:
         cases = [(f"static:{n}", "ilrs", f"static:{n}", options.tpot) for n in STATIC]
         cases += [(f"adaptive:{tpot}", "ilrs", "adaptive", tpot) for tpot in TARGETS]
-        pareto = bench.rounds(cases, predictor, options.rounds)
-        print(f"\n{table(pareto)}")
-    if options.json is not None:
-        contents = {"predictor": errors, "loads": loads, "pareto": pareto}
-        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
-    if options.figures is not None:
-        options.figures.mkdir(parents=True, exist_ok=True)
-        with style():
-            save_both(draw_loads(loads), options.figures, "mixed_load")
-            if pareto:
-                save_both(draw_pareto(pareto), options.figures, "adaptive_chunks")
+        print(f"\n{bench.table(cases, predictor, options.rounds)}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """The prefix index with a million blocks: memory, match, update, and rebuilding it from instances' replays.
 
-`python -m benchmarks.prefix_index [--blocks N] [--instances N] [--replay-blocks N] [--json FILE]`. Of the index it is
+`python -m benchmarks.prefix_index [--blocks N] [--instances N] [--replay-blocks N]`. Of the index it is
 CPU time, of the replay wall time, with all publishers in one other process.
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -31,13 +29,10 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--instances", type=int, default=64)
     parser.add_argument("--replay-blocks", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {**measure_index(options.blocks, options.instances), **measure_replay(options.replay_blocks, 8)}
     for name, value in found.items():
         print(f"{name:45s} {value:12.4g}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
 
 
 def measure_index(num_blocks: int, instances: int) -> dict[str, float]:

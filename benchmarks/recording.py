@@ -1,12 +1,10 @@
-"""What recording costs: `python -m benchmarks.recording`, as tables in markdown.
+"""What recording costs: `python -m benchmarks.recording`, as a table in markdown.
 
 An engine in virtual time, whose device takes no time: core, locks and journals are the ones that serve. 128 requests
 decode in every step, or 127 and a chunk of 385 tokens of another's prompt (`mixed`). Engines without a recorder and
 with one take turns, a round of steps each. Times are of the thread's own, in microseconds a
 step, medians and p10 (the least disturbed): of the whole step, and of the recorder's part of it; `writer`: of the
 thread that writes, in the mean. Bytes are of a step's record, in the mean.
-
-The second table has what a request costs when it comes, by the length of its prompt.
 """
 
 import argparse
@@ -24,7 +22,7 @@ from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.simulation import VirtualExecutor
 
 RUNNING, BUDGET, PAGE, CONTEXT = 128, 512, 64, 1000
-STEPS, PROMPTS = 50, (90, 30_000, 1_000_000)
+STEPS = 50
 MODEL = Llama(LlamaConfig(128256, 16, 16, 1, 1, 1, 16, max_positions=2**31 - 1))
 NOTES = ("note_step", "note_plan", "note_draw", "note_end")
 
@@ -99,29 +97,6 @@ def measure(mixed: bool, rounds: int) -> None:
                 host.recorder.close()
 
 
-def measure_arrivals(rounds: int) -> None:
-    """Prints the second table."""
-    print("\n| prompt tokens | recorded | bytes |\n|---|---|---|")
-    with tempfile.TemporaryDirectory() as directory:
-        for length in PROMPTS:
-            times, size = list[float](), 0
-            for index in range(rounds):
-                with open_recorder(directory) as recorder:
-                    config = EngineConfig(page_size=PAGE, num_pages=2 * PROMPTS[-1] // PAGE)
-                    engine = Engine(MODEL, None, config, executor=VirtualExecutor(lambda _: 1e-3, 8), recorder=recorder)
-                    note = recorder.note
-
-                    def timed(*arguments: Any, note: Any = note, times: list[float] = times) -> None:
-                        begin = time.thread_time_ns()
-                        note(*arguments)
-                        times.append((time.thread_time_ns() - begin) / 1e3)
-
-                    recorder.note = timed  # type: ignore[method-assign]
-                    engine.submit(Request(np.full(length, index), SamplingParams()))  # type: ignore[arg-type]
-                    size = recorder.size
-            print(f"| {length:,} | {np.median(times):,.0f} µs | {size:,} |", flush=True)
-
-
 def _size(recorder: Recorder | None) -> int:
     return 0 if recorder is None else recorder.size
 
@@ -134,7 +109,6 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for mixed in (False, True):
         measure(mixed, options.rounds)
-    measure_arrivals(min(5, options.rounds))
 
 
 if __name__ == "__main__":

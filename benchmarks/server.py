@@ -208,14 +208,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=TINY, help="directory, .gguf file or name of the hub; default: the built-in")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=1000, help="idle ones")
-    parser.add_argument("--ttft", action="store_true", help="time to first token alone")
     options = parser.parse_args()
     compile_cache.enable(True)
-    if not options.ttft:
-        print(f"a step's delivery to 128 streams: {1e3 * delivery_seconds(128, 300):.3f} ms (aim 0.5)", flush=True)
-        share = idle_streams(options.streams, 10)
-        print(f"{options.streams:,} idle streams: {100 * share:.2f} % of a core (aim 1)", flush=True)
+    print(f"a step's delivery to 128 streams: {1e3 * delivery_seconds(128, 300):.3f} ms (aim 0.5)", flush=True)
+    print(f"1,000 idle streams: {100 * idle_streams(1000, 10):.2f} % of a core (aim 1)", flush=True)
 
     path = resolve_model(options.model)
     model, params = load_checkpoint(path)
@@ -225,8 +221,7 @@ def main() -> None:
     is_builtin = options.model == TINY
     with serve(*FLAGS, *([] if is_builtin else ["--model", str(options.model)])) as server:
         client = Client(server.url)
-        if not options.ttft:
-            report_rates(engine, client, vocab, options.rounds)
+        report_rates(engine, client, vocab, options.rounds)
         report_first_tokens(engine, client, options.rounds)
 
 

@@ -1,39 +1,20 @@
-"""`longctx serve` in a process of its own, for benchmarks and tests."""
+"""Programs that answer HTTP in processes of their own, such as `longctx serve`, for benchmarks and tests."""
 
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import Any, Self
 
 import httpx
 
 COMMAND = [sys.executable, "-c", "from longctx.cli import program; program()"]
-
-
-class ServerProcess(NamedTuple):
-    """A server on loopback that is ready."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    @property
-    def memory(self) -> float:
-        """MiB of memory that the process has now."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) / 1024
-
-
-def cpu_seconds(pid: int) -> float:
-    """Seconds of processors that a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -42,44 +23,119 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def serve(
-    *arguments: str, ready_within: float = 300, log: Path | None = None, core: int | None = None
-) -> Iterator[ServerProcess]:
-    """Run `longctx serve` with such arguments until it is ready; SIGTERM at the end.
+def cpu_seconds(pid: int) -> float:
+    """Seconds of processors that a process has used, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Process:
+    """A program that answers HTTP. It can be killed and started again, at the same address; ready in a `with`.
 
     Args:
-      log: where its standard error goes; None: nowhere.
+      command: with `{port}` where its port stands.
+      log: where what it writes goes.
       core: the only one that it may run on; None: all.
+      ready: the path that answers 200 when it is ready.
+      environment: what it has beside this process's variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        core: int | None = None,
+        ready: str = "/ready",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.port, self._ready, self._log = name, free_port(), ready, log
+        self.url, self._environment = f"http://127.0.0.1:{self.port}", os.environ | dict(environment or {})
+        pinned = [] if core is None else ["taskset", "-c", str(core)]
+        self._command = [*pinned, *(word.replace("{port}", str(self.port)) for word in command)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def memory(self) -> float:
+        """MiB of memory that the process has now."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) / 1024
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+
+    def wait_until_ready(self, seconds: float = 400.0) -> None:
+        """RuntimeError if it ends, or is not ready in time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not self.is_alive:
+                raise RuntimeError(f"{self.name} has ended before it was ready: {self.tail()}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}{self._ready}", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"{self.name} was not ready within {seconds:g} s: {self.tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self, seconds: float = 10.0) -> int:
+        """SIGTERM, and SIGKILL after so many seconds; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        return self._process.returncode
+
+    def tail(self, characters: int = 2_000) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self._log.read_text(errors="replace"))[-characters:]
+
+    def get(self, path: str) -> Any:
+        return httpx.get(f"{self.url}{path}", timeout=10).json()
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_alive:
+            self.stop()
+
+
+def serve_command(*flags: str) -> list[str]:
+    return [*COMMAND, "serve", "--quiet", "--port", "{port}", *flags]
+
+
+@contextlib.contextmanager
+def serve(*flags: str, core: int | None = None) -> Iterator[Process]:
+    """Run `longctx serve` with such flags; ready inside.
 
     Raises:
-      RuntimeError: it has ended, or is not ready in time; or it did not exit with 0.
+      RuntimeError: it has ended, or is not ready in time; or it did not exit with 0 after SIGTERM.
     """
-    port = free_port()
-    command = [*COMMAND, "serve", "--port", str(port), "--quiet", *arguments]
-    errors = subprocess.DEVNULL if log is None else log.open("w")
-    if core is not None:
-        command = ["taskset", "-c", str(core), *command]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True) as process:
-        try:
-            server = ServerProcess(process, f"http://127.0.0.1:{port}")
-            _wait_until_ready(server, ready_within)
-            yield server
-            process.send_signal(signal.SIGTERM)
-            if status := process.wait(60):
-                raise RuntimeError(f"longctx serve exited with {status} after SIGTERM")
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
-def _wait_until_ready(server: ServerProcess, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (status := server.process.poll()) is not None:
-            raise RuntimeError(f"longctx serve exited with {status} before it was ready")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/ready").status_code == 200:
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"longctx serve was not ready within {seconds:g} s")
+    with Process("longctx serve", serve_command(*flags), Path(os.devnull), core) as process:
+        yield process
+        if status := process.stop(60):
+            raise RuntimeError(f"longctx serve exited with {status} after SIGTERM")

@@ -10,11 +10,10 @@ step, a batch of an engine. Runs of identical decode-only steps are one event.
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.parallel.topology import Topology
@@ -106,23 +105,16 @@ CASES = {
 }
 
 
-def measure(case: Case, requests: list[WorkloadRequest]) -> dict[str, Any]:
-    """Simulate once, and time it."""
+def measure(case: Case, requests: list[WorkloadRequest]) -> str:
+    """Simulate once, and time it: a line of the table, seconds here and what was simulated."""
     simulation = case.make()
     wall, cpu = time.perf_counter(), time.process_time()
     record = simulation.run(requests, keep_steps=False)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {
-        "about": case.about,
-        "requests": len(requests),
-        "seconds": cpu,
-        "wall": wall,
-        "asked": case.asked,
-        "events": simulation.loop.num_events,
-        "steps": record.totals.steps,
-        "simulated": record.seconds,
-        "waited": most_waiting(record),
-    }
+    events, steps = simulation.loop.num_events, record.totals.steps
+    told = [f"{cpu:.1f}", f"{wall:.1f}", f"{case.asked:g}", f"{events:,}", f"{steps:,}", f"{steps / cpu:,.0f}"]
+    told += [f"{events / cpu:,.0f}", f"{record.seconds:,.0f}", f"{most_waiting(record):,}"]
+    return f"| {case.about} | {len(requests):,} | {' | '.join(told)} |"
 
 
 def most_waiting(record: Record) -> int:
@@ -136,38 +128,18 @@ def most_waiting(record: Record) -> int:
     return most
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """In markdown: seconds here, and what was simulated."""
-    lines = [
-        "| workload | requests | CPU s | wall s | asked | events | steps | steps/s | events/s | simulated | waiting |",
-        "|---" * 11 + "|",
-    ]
-    for row in rows:
-        cpu = row["seconds"]
-        told = [f"{cpu:.1f}", f"{row['wall']:.1f}", f"{row['asked']:g}", f"{row['events']:,}", f"{row['steps']:,}"]
-        told += [f"{row[name] / cpu:,.0f}" for name in ("steps", "events")]
-        told += [f"{row['simulated']:,.0f}", f"{row['waited']:,}"]
-        lines.append(f"| {row['about']} | {row['requests']:,} | {' | '.join(told)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of the workloads")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--requests", type=int, help="of each workload, at most; default: as asked")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = []
-    for name in options.cases:
-        case = CASES[name]
+    print(
+        "| workload | requests | CPU s | wall s | asked | events | steps | steps/s | events/s | simulated | waiting |"
+    )
+    print("|---" * 11 + "|", flush=True)
+    for case in CASES.values():
         requests = case.arrive(read_workload(options.data / case.file, options.requests or case.num_requests))
-        row = measure(case, requests)
-        print(f"{row['about']}: {row['seconds']:.1f} s", flush=True)
-        rows.append(row)
-    print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(measure(case, requests), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ Source: Vidur, section 7 (errors of predicted runtimes and of whole workloads ap
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +54,6 @@ CONFIG = EngineConfig(
 POLICIES = ("fcfs", "srpf", "ilrs")
 PROMPTS, OUTPUTS = Lengths(32, 1500, True), Lengths(8, 64)
 KINDS = ("profile", "measured")
-LIMITS = {"TTFT mean": 0.10, "TTFT p90": 0.15, "TPOT mean": 0.10, "TPOT p90": 0.15}
 
 
 def work_of(step: StepMetrics) -> Work:
@@ -248,17 +245,6 @@ def tables(results: dict[str, dict[str, Any]], batches: list[dict[str, Any]]) ->
 _SHARES = ("bias", "error", "by time")
 
 
-def verdict(results: dict[str, dict[str, Any]], kind: str) -> str:
-    """Whether a simulation is within the limits."""
-    beyond = [
-        f"{policy} {name} {found[kind]['error'][name]:+.1%}"
-        for policy, found in results.items()
-        for name, limit in LIMITS.items()
-        if abs(found[kind]["error"][name]) > limit
-    ]
-    return f"{kind}: " + (f"beyond the limits: {', '.join(beyond)}" if beyond else "all within 10 % and 15 %")
-
-
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -270,7 +256,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each policy that count")
     parser.add_argument("--minutes", type=float, default=4.0, help="for which runs take turns")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     model, params = load_checkpoint(TINY)
@@ -309,12 +294,7 @@ def main() -> None:
         + "; means over medians: "
         + ", ".join(f"{x:.2f} ({'with prompts' if kind else 'decodes'})" for kind, x in bench.factors.items())
     )
-    print(f"\n{tables(results, batches)}\n")
-    for kind in KINDS:
-        print(verdict(results, kind))
-    if options.json is not None:
-        contents = {"policies": results, "batches": batches, "host": dataclasses.asdict(bench.host)}
-        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    print(f"\n{tables(results, batches)}")
 
 
 if __name__ == "__main__":

@@ -256,10 +256,8 @@ def main() -> int:
         "--engine", nargs="?", type=Path, const=TINY, default=TINY, metavar="DIR", help="its checkpoint"
     )
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--plan", default="1,1,1", metavar="STAGE,CONTEXT,TENSOR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of EngineConfig")
     options = parser.parse_args()
     plan = ParallelPlan(*map(int, options.plan.split(",")))
     if plan.num_devices > 1:
@@ -267,16 +265,16 @@ def main() -> int:
         jax.config.update("jax_num_cpu_devices", plan.num_devices)
     mesh = make_mesh(plan.stage, plan.context, plan.tensor) if plan.num_devices > 1 else None
     model, params = load_checkpoint(options.engine, mesh)
-    sizes = SIZES if mesh is None else SIZES | {"token_budget": 16, "buckets": (16,)}  # fewer programs to compile
-    settings: dict[str, Any] = sizes | {name: _value(text) for name, text in (x.split("=", 1) for x in options.set)}
+    # On a mesh there are fewer programs to compile.
+    settings: dict[str, Any] = SIZES if mesh is None else SIZES | {"token_budget": 16, "buckets": (16,)}
     engine = Engine(model, params, EngineConfig(**settings), mesh, plan=plan)
     if mesh is None:
         engine.warm_up()  # on a mesh the first requests compile what they need
 
     soak = Soak(engine, model.config.vocab_size, options.seed)
-    soak.run(15 * options.minutes, options.threads)
+    soak.run(15 * options.minutes)
     early = peak_memory()
-    soak.run(45 * options.minutes, options.threads)
+    soak.run(45 * options.minutes)
     late = peak_memory()
     soak.check_idle()
     stats = engine.stats()
@@ -293,13 +291,6 @@ def main() -> int:
     for sentence in soak.wrong[:20]:
         print("WRONG:", sentence)
     return 1 if soak.wrong else 0
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.processes import free_coordinator
+from benchmarks.server_process import free_port
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup, initialize
@@ -169,7 +169,7 @@ def main() -> None:
     if options.process is not None:
         run(options.process, options.coordinator, options.tokens)
         return
-    coordinator = free_coordinator()
+    coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "benchmarks.step_channel", "--coordinator", coordinator]
     load = os.getloadavg()[0]
     # One thread each: on a host with GPUs no step takes the cores from who listens.

@@ -58,15 +58,19 @@ if os.environ["LONGCTX_TEST_PROGRAMS"]:
     jax.config.update("jax_compilation_cache_max_size", -1)  # with a limit, JAX reads all names at each new program
 
 # An example of a new shape compiles, which takes too long for deadlines and for shrinking.
-settings.register_profile(
-    "longctx",
-    deadline=None,
-    max_examples=25,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("longctx")
+for profile, max_examples in (("quick", 10), ("thorough", 50)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=max_examples,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ import ast
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
-import itertools
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import longctx
 
@@ -32,10 +31,10 @@ MORE = {
     "longctx.simulation.capacity": ["search"],
     "longctx.simulation.deployment": ["ClusterDeployment", "Deployment"],
     "longctx.simulation.hardware": ["predictor"],
-    "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
+    "longctx.simulation.models": ["MODELS"],
     "longctx.simulation.planner.prompt": ["Prompt"],
     "longctx.simulation.planner.search": [
-        *("RejectedPlan", "SearchResult", "Goal", "Planned", "best_of_each", "evaluate", "search"),
+        *("RejectedPlan", "SearchResult", "Goal", "Planned", "evaluate", "search"),
     ],
     "longctx.simulation.utilization": [
         *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops", "totals_of"),
@@ -56,8 +55,7 @@ def public_names() -> dict[str, list[str]]:
     return names
 
 
-@dataclasses.dataclass(frozen=True)
-class Documented:
+class Documented(NamedTuple):
     """Something that must have a docstring.
 
     `name` is where users find it, such as `longctx.serving.Engine.generate`. `kind` is "function", "class",
@@ -78,57 +76,30 @@ def documented() -> dict[str, Documented]:
     # The package that says most exactly what a name is comes first: `longctx` only repeats.
     for package, names in sorted(public_names().items(), key=lambda item: (item[0] == "longctx", item[0])):
         for name in names:
-            value = _import(package, name)
-            is_class, is_function = inspect.isclass(value), inspect.isfunction(inspect.unwrap(value))
-            if id(value) in seen and (is_class or is_function):
-                continue
-            seen.add(id(value))
-            path = f"{package}.{name}"
-            if is_class:
-                result[path] = Documented(path, "class", value, _own_doc(value))
-                result |= {each.name: each for each in _members(path, value)}
-            elif is_function:
-                result[path] = Documented(path, "function", value, _own_doc(value))
-            else:
-                result[path] = Documented(path, "constant", None, _constant_doc(package, name))
+            # A function may have the name of a subpackage, as `longctx.kernels.attention` does.
+            value, path = getattr(importlib.import_module(package), name), f"{package}.{name}"
+            is_function = inspect.isfunction(inspect.unwrap(value))
+            kind = "class" if inspect.isclass(value) else "function" if is_function else "constant"
+            if kind == "constant":
+                result[path] = Documented(path, kind, None, _constant_doc(package, name))
+            elif id(value) not in seen:
+                seen.add(id(value))
+                result[path] = Documented(path, kind, value, _own_doc(value))
+                result |= {each.name: each for each in _members(path, value) if kind == "class"}
     return result
 
 
-def fields(kind: type) -> set[str]:
-    """The public attributes that a class declares: of a dataclass, a NamedTuple, or by annotations."""
-    return {
-        name
-        for base in _own_bases(kind)
-        for name in inspect.get_annotations(base)
-        if not name.startswith("_") and not isinstance(inspect.getattr_static(kind, name, None), property)
-    }
-
-
-def _import(package: str, name: str) -> Any:
-    """What a package exports; a function may have the name of a subpackage, as `longctx.kernels.attention` does."""
-    return getattr(importlib.import_module(package), name)
-
-
 def _members(path: str, kind: type) -> Iterator[Documented]:
-    for base in _own_bases(kind):
-        for name, value in vars(base).items():
-            if name.startswith("_") and name != "__call__":
-                continue
-            if isinstance(value, property | functools.cached_property):
-                yield Documented(f"{path}.{name}", "property", value, _own_doc(value))
-            else:
-                function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-                if inspect.isfunction(function):
-                    # An override may leave it to the method that it overrides to say what it does.
-                    doc = _own_doc(function) or inspect.getdoc(getattr(kind, name)) or ""
-                    yield Documented(f"{path}.{name}", "method", value, doc)
-
-
-def _own_bases(kind: type) -> list[type]:
-    """The class, and those bases of it that users don't find under a name of their own."""
-    public = {id(_import(package, name)) for package, names in public_names().items() for name in names}
-    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("longctx") and id(base) not in public]
-    return [kind, *bases]
+    for name, value in vars(kind).items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        if isinstance(value, property | functools.cached_property):
+            yield Documented(f"{path}.{name}", "property", value, _own_doc(value))
+        elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
+            function = getattr(value, "__func__", value)
+            # An override may leave it to the method that it overrides to say what it does.
+            doc = _own_doc(function) or inspect.getdoc(getattr(kind, name)) or ""
+            yield Documented(f"{path}.{name}", "method", function, doc)
 
 
 def _own_doc(value: Any) -> str:
@@ -143,13 +114,8 @@ def _constant_doc(package: str, name: str) -> str:
     for statement in _exports(module):
         if any(alias.name == name for alias in statement.names):
             module = importlib.import_module("." * statement.level + (statement.module or ""), package)
-    body = ast.parse(inspect.getsource(module)).body
-    for statement, following in itertools.pairwise(body):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        is_it = any(isinstance(target, ast.Name) and target.id == name for target in targets)
-        if is_it and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            return inspect.cleandoc(str(following.value.value))
-    return ""
+    found = re.search(rf'^{name}\b[^\n]* = .*?\n"""(.*?)"""', inspect.getsource(module), re.MULTILINE | re.DOTALL)
+    return "" if found is None else inspect.cleandoc(found[1])
 
 
 def _explicit_exports(package: str) -> list[str]:

@@ -17,12 +17,13 @@ TESTS = Path(__file__).parent
 FILES = sorted((TESTS / "aot").glob("*.py"))
 
 
-def compile_for_h100(paths: list[Path], marks: str) -> None:
+def compile_for_h100(paths: list[Path], marks: str, assemblers: str) -> None:
     plugin = Path(sys.prefix) / "aot"
     assert plugin.is_dir(), "the CUDA plugin is missing: `make .venv/installed-aot` fetches it"
     assert not cuda_tools.missing(), "ptxas is missing: `make .venv/installed-ptxas` fetches it"
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(plugin), "LONGCTX_TEST_PROGRAMS": "", "XLA_FLAGS": ""}
+    own["LONGCTX_TEST_ASSEMBLERS"] = assemblers
     # XLA compiles with the first ptxas of the path. What it then generates the other one reads too.
     path = os.pathsep.join([str(cuda_tools.ptxas(cuda_tools.OLDEST).parent), os.environ["PATH"]])
     environment = os.environ | own | {"PATH": path}
@@ -32,8 +33,8 @@ def compile_for_h100(paths: list[Path], marks: str) -> None:
 
 
 def test_programs_compile_for_h100() -> None:
-    """In one process, as each takes seconds to load the plugin."""
-    compile_for_h100(FILES, "not slow")
+    """In one process, as each takes seconds to load the plugin, and with the oldest ptxas."""
+    compile_for_h100(FILES, "not slow", "oldest")
 
 
 @pytest.mark.slow
@@ -41,5 +42,5 @@ def test_programs_compile_for_h100() -> None:
     "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
 )
 def test_slow_programs_compile_for_h100(path: Path) -> None:
-    """They include every named shape."""
-    compile_for_h100([path], "slow")
+    """They include every named shape; kernels are assembled by both versions of ptxas, those of the quick run too."""
+    compile_for_h100([path], "slow or not slow", "all")

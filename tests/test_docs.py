@@ -5,7 +5,6 @@ A block that can't run here says so after its language: three backticks, `python
 between runs but for how they begin, it is `text varies`.
 """
 
-import ast
 import doctest
 import itertools
 import json
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 import pytest
 import tokenizers
-from public_names import public_names
 
 from longctx.models.builtin import TINY
 
@@ -27,17 +25,13 @@ ROOT = Path(__file__).parent.parent
 SHELLS = ("sh", "bash")
 # Lines that a reader would type: no output of a program begins like this.
 COMMAND = re.compile(r"^(\$ )?(longctx|pip|python3?|make|srun|sbatch|kubectl|examples/\S+) ", re.MULTILINE)
-# Of the pages, those that compile no more than one engine; the README's block is the quickstart's, too.
+# Of the pages, those that run in the quick tests; the README's block is the quickstart's, too.
 QUICK = (
     "README.md",
     "docs/how_to/choose_a_plan.md",
     "docs/recipes.md",
-    "docs/scheduling.md",
     "docs/simulation.md",
-    "docs/simulation_baselines.md",
-    "docs/simulation_cluster.md",
 )
-FOR_NEWCOMERS = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/tutorials/", "docs/how_to/")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 FENCE = re.compile(r"^[ ]*```(\w*)(?: (.*))?\n((?:.*\n)*?)^[ ]*```$", re.MULTILINE)
 NUMBER = re.compile(r"\b[0-9a-f]{32}\b|[+-]?\d[\d,]*(\.\d+)?")  # differs between runs and machines, as keys do
@@ -140,29 +134,8 @@ def test_shell_blocks_run_as_pasted(directory: Path) -> None:
             assert result.returncode == 0, f"{block.page}:{block.line}\n{result.stderr}"
 
 
-def test_newcomers_import_names_of_the_reference() -> None:
-    public = {f"{module}.{name}" for module, names in public_names().items() for name in names} | {*public_names()}
-    imported = {
-        f"{statement.module}.{alias.name}"
-        for block in BLOCKS
-        if block.language == "python" and block.page.startswith(FOR_NEWCOMERS)
-        for statement in ast.walk(ast.parse(block.text))
-        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("longctx")
-        for alias in statement.names
-    }
-    assert len(imported) > 50
-    assert imported - public == set()
-
-
 def test_commands_stand_in_blocks_that_run_or_say_why_not() -> None:
     assert {*QUICK} < {*PYTHON_PAGES}
     silent = [f"{x.page}:{x.line}" for x in BLOCKS if not x.is_run and x.words.strip() == "not-run:"]
     hidden = [f"{x.page}:{x.line}" for x in BLOCKS if x.language in ("", "text") and COMMAND.search(x.text)]
     assert silent + hidden == []
-
-
-def test_output_that_has_changed_is_found() -> None:
-    assert is_same_output("a 1\n...\nb 2\n", "a 1\nlong\nb  2\n", varies=False)
-    assert not is_same_output("a 1\nb 2\n", "a 1\nb 3\n", varies=False)
-    assert is_same_output("a 1\nb 2\n", "a 1\nb 3\n", varies=True)
-    assert not is_same_output("a 1\nb 2\n", "a 1\nc 2\n", varies=True)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gpu_run
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +74,9 @@ def take_all(run: Run, cases: list[Case]) -> dict[str, dict[str, Any]]:
         run.close()
 
 
-def test_what_hangs_or_crashes_costs_its_case_alone(fakes: Path) -> None:
+def test_what_hangs_or_crashes_costs_its_case_alone(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of XLA, and an error of the device, take a new worker too."""
+    monkeypatch.setenv("XLA_FLAGS", "--own")
     cases = [
         fake("one", "right", value=1),
         fake("wrong", "wrong"),
@@ -85,12 +86,17 @@ def test_what_hangs_or_crashes_costs_its_case_alone(fakes: Path) -> None:
         fake("three", "right", value=3),
         fake("crashes", "crashes"),
         fake("four", "right", value=4),
+        fake("breaks", "breaks_the_device"),
+        fake("five", "flags"),
+        fake("six", "flags", flags="--other"),
+        fake("seven", "flags", flags="--other"),
         fake("peers", "right", devices=2, value=5),
     ]
     got = take_all(Run(fakes, cases, minutes=10, rehearse=True), cases)
     assert {name: result["status"] for name, result in got.items()} == {
-        **dict.fromkeys(("one", "two", "three", "four"), "passed"),
+        **dict.fromkeys(("one", "two", "three", "four", "five", "six", "seven"), "passed"),
         "wrong": "failed",
+        "breaks": "failed",
         "refused": "skipped",
         "hangs": "hung",
         "crashes": "crashed",
@@ -104,28 +110,14 @@ def test_what_hangs_or_crashes_costs_its_case_alone(fakes: Path) -> None:
     assert "CUDA_ERROR_LAUNCH_FAILED" in got["crashes"]["reason"]
     assert got["peers"]["reason"] == "needs 2 GPUs, found 1"
     assert [got[name]["figures"]["value"] for name in ("one", "two", "three", "four")] == [1, 2, 3, 4]
-    process = {name: got[name]["figures"]["process"] for name in ("one", "two", "three", "four")}
+    assert [got[name]["figures"]["flags"] for name in ("five", "six", "seven")] == ["--own", *["--own --other"] * 2]
+    process = {name: result["figures"]["process"] for name, result in got.items() if result["status"] == "passed"}
     assert process["one"] == process["two"]  # one worker for case after case
-    assert len(set(process.values())) == 3
+    assert process["six"] == process["seven"]
+    assert len(set(process.values())) == 5
     record = json.loads((fakes / "gpu.json").read_text())
     assert record["finished"]
     assert record["cases"]["correct/hangs"] == got["hangs"]
-
-
-def test_an_error_of_the_device_takes_a_new_worker(fakes: Path) -> None:
-    cases = [fake("one", "right", value=1), fake("breaks", "breaks_the_device"), fake("two", "right", value=2)]
-    got = take_all(Run(fakes, cases, minutes=10, rehearse=True), cases)
-    assert got["breaks"]["status"] == "failed"
-    assert got["one"]["figures"]["process"] != got["two"]["figures"]["process"]
-
-
-def test_flags_of_xla_take_a_worker_that_has_them(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--own")
-    flags = ["", "", "--other", "--other", ""]
-    cases = [fake(str(i), "flags", flags=x) for i, x in enumerate(flags)]
-    got = [result["figures"] for result in take_all(Run(fakes, cases, minutes=10, rehearse=True), cases).values()]
-    assert [x["flags"] for x in got] == ["--own", "--own", "--own --other", "--own --other", "--own"]
-    assert len({x["process"] for x in got}) == 3
 
 
 def test_a_run_that_is_cut_off_counts(fakes: Path) -> None:
@@ -144,29 +136,12 @@ def test_a_run_that_is_cut_off_counts(fakes: Path) -> None:
     assert "- the run was cut off before it: `correct/later`" in page
 
 
-def test_the_time_of_a_stage_is_kept(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_run, "LEAST_SECONDS", 0.5)
-    cases = [fake("hangs", "hangs", stage="device"), fake("late", "right", stage="device", value=1)]
-    got = take_all(Run(fakes, cases, minutes=0.05, rehearse=True), cases)
-    assert [result["status"] for result in got.values()] == ["not run", "not run"]
-    assert "cut off after 3 s" in got["hangs"]["reason"]
-    assert got["late"]["reason"] == "its stage's time was up"
-
-
 def test_what_a_stage_leaves_the_next_ones_have(tmp_path: Path) -> None:
     run = Run(tmp_path, CASES, minutes=9.5, rehearse=True)
     ends = [round(run.end_of(stage) - run.began) for stage in STAGES if stage != "rings"]
     assert ends == [30, 210, 360, 510, 570]
     run.record["cases"]["device/versions"]["figures"] = {"devices": 8}
     assert round(run.end_of("rings") - run.began) == 570
-
-
-def test_workers_that_do_not_start_end_the_run(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_run, "HERE", fakes)  # there is no worker
-    cases = [fake(str(i), "right", value=i) for i in range(5)]
-    got = take_all(Run(fakes, cases, minutes=10, rehearse=True), cases)
-    assert [result["status"] for result in got.values()] == ["crashed"] * 3 + ["not run"] * 2
-    assert "gpu_worker.py" in got["0"]["reason"]
 
 
 def test_a_worker_ends_with_its_run(fakes: Path) -> None:
@@ -325,13 +300,6 @@ def test_the_page_says_what_was_found_and_what_was_not_run() -> None:
         assert line in page, line
 
 
-def test_a_page_of_few_results_has_no_empty_parts() -> None:
-    record = a_record()
-    record["cases"] = {"correct/merge": {"stage": "correct", "status": "not run", "reason": "cut off"}}
-    headings = [line for line in render(record).splitlines() if line.startswith("#")]
-    assert headings == ["# Measured on a GPU", "## Not run"]
-
-
 def test_the_page_is_of_a_run_or_says_that_there_was_none(tmp_path: Path) -> None:
     page = (ROOT / "docs/results/gpu.md").read_text()
     assert page == render(None) or "| device | NVIDIA" in page
@@ -346,19 +314,6 @@ def test_the_page_is_of_a_run_or_says_that_there_was_none(tmp_path: Path) -> Non
     assert not paths[1].exists()
     assert write(a_record()).returncode == 0
     assert paths[1].read_text() == render(a_record())
-
-
-def test_make_takes_a_python_that_has_what_it_needs(tmp_path: Path) -> None:
-    """It installs nothing then, for machines without a network."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$1" in -c) echo 3.12;; *) echo "$@";; esac\n')
-    python.chmod(0o755)
-    command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/none", "OUT=there", "MINUTES=3"]
-    # A make that runs these tests would have this one print its directories.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "-m pytest tests/gpu --out there --minutes 3"
-    assert not (tmp_path / "none").exists()
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

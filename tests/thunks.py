@@ -25,7 +25,7 @@ from longctx.parallel.topology import AXES
 from longctx.serving.request.sampling_params import SamplingLevel
 
 # With heads that the Mosaic GPU kernel takes.
-CONFIG = LlamaConfig(1024, 512, 1024, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=128, max_positions=1 << 20)
+CONFIG = LlamaConfig(1024, 512, 1024, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=128, max_positions=1 << 20)
 _LINE = re.compile(r"^( *)\d+: k(\w+)")
 
 

@@ -27,15 +27,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, measure, our_router, peer_router
+from benchmarks.cluster.arms import (
+    PEERS,
+    POLICIES,
+    Instance,
+    make_instances,
+    measure,
+    our_router,
+    peer_router,
+    started,
+)
 from benchmarks.cluster.checks import reference, wrong_answers
-from benchmarks.cluster.client import words_of
 from benchmarks.cluster.failures import run_failures, run_router_death
-from benchmarks.cluster.processes import Process, started
 from benchmarks.cluster.report import tables
 from benchmarks.cluster.runs import model_of, run
 from benchmarks.cluster.simulated import Prediction
 from benchmarks.cluster.trace import reusable, scaled_trace
+from benchmarks.server_process import Process
 from longctx.simulation.workloads import WorkloadRequest
 
 PARTS = ("policies", "failures", "router")
@@ -46,15 +54,13 @@ class Bench(NamedTuple):
 
     instances: list[Instance]
     requests: list[WorkloadRequest]
-    words: Sequence[str]
     folder: Path
-    flags: dict[str, Any]
 
     @contextmanager
     def router(self, arm: str) -> Iterator[Process]:
         """A router that knows all servers."""
         if arm in POLICIES:
-            router: Process | None = our_router(arm, self.instances, self.folder, self.flags)
+            router: Process | None = our_router(arm, self.instances, self.folder)
         else:
             router = peer_router(arm, self.instances, self.folder)
         assert router is not None
@@ -82,7 +88,7 @@ def run_policies(bench: Bench, rounds: int, arms: Sequence[str]) -> dict[str, li
         for arm in arms if number % 2 == 0 else arms[::-1]:
             seed = 100 + sum(map(len, found.values()))  # prompts of its own, as servers keep what earlier arms sent
             with bench.router(arm) as router:
-                one = run(router, bench.instances, bench.requests, bench.words, seed)
+                one = run(router, bench.instances, bench.requests, seed)
             found[arm].append(one)
             tell(f"{arm}: TTFT {one['ttft']:.3f} s, hits {one['hit_rate']:.1%}, others {one['others']:.2f} cores")
     return found
@@ -92,10 +98,10 @@ def run_with_reference(bench: Bench, part: str, seed: int) -> dict[str, Any]:
     """Failures or the router's death, and whether all answers were right."""
     with bench.router("kvcache_centric") as router:
         how = run_failures if part == "failures" else run_router_death
-        found, answers = how(router, bench.instances, bench.requests, bench.words, seed)
+        found, answers = how(router, bench.instances, bench.requests, seed)
         model = model_of(router)
     url = bench.instances[0].process.url
-    expected = reference(url, bench.requests, bench.words, seed, model)
+    expected = reference(url, bench.requests, seed, model)
     found["wrong"] = wrong_answers(answers, bench.requests, expected)
     told = f"{len(bench.requests) - len(found['wrong'])} of {len(bench.requests)} right"
     tell(f"{part}: {told}, {found['retried']} asked again, longest gap {found['longest_gap']:.2f} s")
@@ -118,58 +124,38 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=36.0, help="from the first arrival to the last")
     parser.add_argument("--rounds", type=int, default=2, help="of all policies and routers")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--arms", nargs="+", default=[*POLICIES, *PEERS], choices=[*POLICIES, *PEERS])
-    parser.add_argument("--model", type=Path, help="default: the built-in one")
-    parser.add_argument("--measured", type=Path, help="folder with an earlier run's profile.json and host.json")
-    parser.add_argument("--unmeasured", action="store_true", help="measure and simulate nothing")
-    parser.add_argument("--flag", type=_flag, action="append", default=[], help="NAME=VALUE, of all servers")
     parser.add_argument("--repeats", type=int, default=3, help="of each step while a profile is measured")
     parser.add_argument("--longest", type=int, default=16_000, help="tokens of the longest prompt")
-    parser.add_argument("--pairs", type=int, default=2, help="of a prefill and a decode server")
     parser.add_argument("--logs", type=Path, help="folder for what all processes write")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
-
-
-def _flag(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, int(value) if value.isdigit() else value
 
 
 def main() -> int:
     options = parse()
     requests = scaled_trace(options.trace, options.requests, options.seconds, longest=options.longest)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.logs or Path(temporary)
+        folder = (options.logs or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        flags = {**FLAGS, **dict(options.flag)}
-        if options.model is not None:
-            flags["model"] = str(options.model.resolve())
-        measured = options.measured or folder
-        if not options.unmeasured:
-            if options.measured is None:
-                tell("measures a server's steps ...")
-                measure(folder, flags, options.repeats)
-            flags["profile"] = str((measured / "profile.json").resolve())
-        instances = make_instances(folder, flags, options.pairs)
-        bench = Bench(instances, requests, words_of(options.model), folder, flags)
-        roles = {each.name: each.role for each in instances}
-        prediction = None if options.unmeasured else Prediction(requests, roles, flags, measured)
-        arms = [arm for arm in options.arms if arm in POLICIES or peer_router(arm, instances, folder) is not None]
-        for arm in set(options.arms) - set(arms):
+        tell("measures a server's steps ...")
+        measure(folder, options.repeats)
+        instances = make_instances(folder)
+        bench = Bench(instances, requests, folder)
+        prediction = Prediction(requests, {each.name: each.role for each in instances}, folder)
+        arms = [*POLICIES, *(arm for arm in PEERS if peer_router(arm, instances, folder) is not None)]
+        for arm in set(PEERS) - set(arms):
             tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")
         found: dict[str, Any] = {"requests": len(requests), "seconds": options.seconds, "reusable": reusable(requests)}
-        with started([each.process for each in instances]):
+        with started(instances):
             if "policies" in options.parts:
                 found["policies"] = run_policies(bench, options.rounds, arms)
             for seed, part in enumerate(PARTS[1:]):
                 if part in options.parts:
                     found[part] = run_with_reference(bench, part, seed)
         save(found, options.json)
-        if prediction is not None:
-            for policy in set(found.get("policies", {})) & set(POLICIES):
-                for one in found["policies"][policy]:
-                    one["simulated"] = prediction.beside(policy, one)
+        for policy in set(found.get("policies", {})) & set(POLICIES):
+            for one in found["policies"][policy]:
+                one["simulated"] = prediction.beside(policy, one)
     save(found, options.json)
     print(tables(found))
     return 1 if any(found.get(part, {}).get("wrong") for part in PARTS[1:]) else 0

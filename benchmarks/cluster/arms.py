@@ -1,16 +1,16 @@
 """The four servers, and the routers that take turns before them."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.processes import ENVIRONMENT, Process, serve_command
-from benchmarks.server_process import COMMAND, free_port
+from benchmarks.server_process import COMMAND, Process, free_port, serve_command
 from longctx.serving import EngineConfig
 
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
@@ -24,6 +24,7 @@ FLAGS: dict[str, Any] = {
 }
 """Of every server, by their names."""
 SECRET = "0123456789abcdef" * 4
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKIO_WORKER_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -40,40 +41,55 @@ class Instance:
         return self.process.name
 
 
-def words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as a command line has them."""
-    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+def engine_flags() -> list[str]:
+    """`FLAGS` as a command line has them."""
+    return [word for name, value in FLAGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def engine_config(flags: Mapping[str, Any]) -> EngineConfig:
-    """What flags say of an engine."""
-    buckets = tuple(map(int, flags["buckets"].split(",")))
-    return EngineConfig(**{name: flags[name] for name in FLAGS if name != "buckets"}, buckets=buckets)
+def engine_config() -> EngineConfig:
+    """What they say of an engine."""
+    return EngineConfig(**FLAGS | {"buckets": tuple(map(int, FLAGS["buckets"].split(",")))})
 
 
-def measure(folder: Path, flags: Mapping[str, Any], repeats: int = 3) -> None:
+def measure(folder: Path, repeats: int = 3) -> None:
     """Measure a server's steps (`profile.json`) and its thread (`host.json`) on one core, while nothing else runs."""
     steps = [*COMMAND, "profile", str(folder / "profile.json"), "--quiet", "--repeats", str(repeats), "--check", "0"]
-    thread = [sys.executable, "-m", "benchmarks.cluster.host", str(folder / "host.json"), json.dumps(flags)]
-    for command in ([*steps, *words(flags)], thread):
+    thread = [sys.executable, "-m", "benchmarks.cluster.host", str(folder / "host.json")]
+    for command in ([*steps, *engine_flags()], thread):
         command = ["taskset", "-c", "0", *command]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | ENVIRONMENT)
 
 
-def make_instances(folder: Path, flags: Mapping[str, Any], pairs: int = 2) -> list[Instance]:
-    """Servers that prefill, and as many that decode, not started; one of each runs on a core."""
+def make_instances(folder: Path) -> list[Instance]:
+    """Two servers that prefill, and two that decode, not started; one of each runs on a core."""
     secret = folder / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
     found = []
     for role in ("prefill", "decode"):
-        for number in range(pairs):
+        for number in range(2):
             name, (events, replay) = f"{role}-{number}", (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
             more = ["--role", "both", "--kv-secret-file", str(secret), "--kv-plain", "--shutdown-timeout", "5"]
-            more += ["--kv-events", events, "--kv-events-replay", replay]
-            process = Process(name, serve_command(*words(flags), *more), folder / f"{name}.log", core=number)
+            more += ["--kv-events", events, "--kv-events-replay", replay, "--profile", str(folder / "profile.json")]
+            command, log = serve_command(*engine_flags(), *more), folder / f"{name}.log"
+            process = Process(name, command, log, number, environment=ENVIRONMENT)
             found.append(Instance(process, role, events, replay))
     return found
+
+
+@contextlib.contextmanager
+def started(instances: Sequence[Instance]) -> Iterator[None]:
+    """All at once, ready inside."""
+    try:
+        for each in instances:
+            each.process.start()
+        for each in instances:
+            each.process.wait_until_ready()
+        yield
+    finally:
+        for each in instances:
+            if each.process.is_alive:
+                each.process.stop()
 
 
 def peer_program(name: str) -> Path | None:
@@ -82,20 +98,17 @@ def peer_program(name: str) -> Path | None:
     return found if found.exists() else None
 
 
-def our_router(
-    policy: str, instances: Sequence[Instance], folder: Path, flags: Mapping[str, Any], name: str | None = None
-) -> Process:
+def our_router(policy: str, instances: Sequence[Instance], folder: Path) -> Process:
     """`longctx serve --cluster` before the servers, with a policy."""
-    name = name or policy
     # Nothing is rejected: what finds no room waits, as where one decode server does the work of two.
     settings = {"policy": policy, "admission": "none", "defer_seconds": 120.0, "launcher": "static"}
-    engine = {**flags, "kv_secret_file": str(folder / "secret")}
+    engine = {**FLAGS, "profile": str(folder / "profile.json"), "kv_secret_file": str(folder / "secret")}
     tables = ["[cluster]", *_lines(settings), "[engine]", *_lines(engine)]
     for each in instances:
         tables += ["[[instances]]", *_lines({"name": each.name, "role": each.role, "url": each.process.url})]
-    file = folder / f"{name}.toml"
+    file = folder / f"{policy}.toml"
     file.write_text("\n".join(tables) + "\n")
-    return Process(name, serve_command("--cluster", str(file)), folder / f"{name}.log")
+    return Process(policy, serve_command("--cluster", str(file)), folder / f"{policy}.log", environment=ENVIRONMENT)
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
@@ -122,4 +135,4 @@ def peer_router(arm: str, instances: Sequence[Instance], folder: Path) -> Proces
             command += [f"--{instance.role}", instance.process.url]
     else:
         command += ["--worker-urls", *(instance.process.url for instance in instances)]
-    return Process(arm, command, folder / f"{name}.log", ready="/health")
+    return Process(arm, command, folder / f"{name}.log", ready="/health", environment=ENVIRONMENT)

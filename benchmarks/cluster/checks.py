@@ -1,6 +1,7 @@
 """Whether every request was answered once, with the tokens that one engine by itself gives."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.cluster.client import Answer, run_clients
@@ -9,9 +10,7 @@ from longctx.simulation.workloads import WorkloadRequest
 AT_A_TIME = 4
 
 
-def reference(
-    url: str, requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int, model: str
-) -> list[list[int]]:
+def reference(url: str, requests: Sequence[WorkloadRequest], seed: int, model: str) -> list[list[int]]:
     """The greedy answers of one server, which computes all: a salt of their own hides from it what it has cached."""
     found: list[list[int]] = [[] for _ in requests]
     queue = list(enumerate(requests))[::-1]
@@ -19,7 +18,9 @@ def reference(
     async def worker() -> None:
         while queue:
             at, request = queue.pop()
-            [answer] = await run_clients(url, [at_once(request)], words, seed, model, cache_salt="reference")
+            [answer] = await run_clients(
+                url, [dataclasses.replace(request, arrival=0.0)], seed, model, cache_salt="reference"
+            )
             if answer.finish is None:
                 raise RuntimeError(f"the reference has no answer: {answer.failures}")
             found[at] = answer.tokens
@@ -29,12 +30,6 @@ def reference(
 
     asyncio.run(all_workers())
     return found
-
-
-def at_once(request: WorkloadRequest) -> WorkloadRequest:
-    return WorkloadRequest(
-        0.0, request.prompt_tokens, request.output_tokens, request.blocks, request.block_size, request.number
-    )
 
 
 def wrong_answers(

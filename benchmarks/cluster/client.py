@@ -1,25 +1,21 @@
 """Clients that send a workload's requests when they arrive, and note when which token came."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 
-from longctx.models import load_tokenizer
 from longctx.simulation.workloads import WorkloadRequest
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
-"""Of which the built-in model's prompts are: a token each."""
+"""Of which prompts are: a token each of the built-in model."""
 TIMEOUT = httpx.Timeout(120.0, connect=2.0)
 PAUSE = 0.25  # seconds before a client tries again
-_WORDS = 500
 
 
 @dataclass
@@ -55,29 +51,10 @@ class Answer:
         return None if len(self.tokens) < 2 else (self.times[-1] - self.times[0]) / (len(self.tokens) - 1)
 
 
-def words_of(model: Path | None) -> Sequence[str]:
-    """Words that are a token each, whatever stands beside them; of the built-in model without a path."""
-    if model is None:
-        return LETTERS
-    tokenizer = load_tokenizer(model)
-    found = []
-    for token in range(tokenizer.vocab_size):
-        word = tokenizer.decode([token])
-        if re.fullmatch(r" [a-z]{3,8}", word) and tokenizer.encode(word, add_special_tokens=False) == [token]:
-            found.append(word)
-        if len(found) == _WORDS:
-            break
-    return found
-
-
-def prompt_text(request: WorkloadRequest, words: Sequence[str], seed: int) -> str:
-    """Its prompt, of so many words: a token each. Routers of others look at text alone."""
-    return "".join(words[token] for token in request.tokens(len(words), seed).tolist())
-
-
-def body_of(request: WorkloadRequest, words: Sequence[str], seed: int, **fields: Any) -> dict[str, Any]:
+def body_of(request: WorkloadRequest, seed: int, **fields: Any) -> dict[str, Any]:
+    """A request's body; its prompt is text, as routers of others look at text alone."""
     return {
-        "prompt": prompt_text(request, words, seed),
+        "prompt": "".join(LETTERS[token] for token in request.tokens(len(LETTERS), seed).tolist()),
         "max_tokens": request.output_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -127,7 +104,6 @@ _decoder = msgspec.json.Decoder()
 async def run_clients(
     url: str,
     requests: Sequence[WorkloadRequest],
-    words: Sequence[str],
     seed: int,
     model: str,
     retries: int = 0,
@@ -142,7 +118,7 @@ async def run_clients(
       at: what else happens after so many seconds, in a thread.
       fields: of every request's body.
     """
-    bodies = [body_of(request, words, seed, model=model, **fields) for request in requests]
+    bodies = [body_of(request, seed, model=model, **fields) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits) as client:
         begin = time.perf_counter()

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster.arms import Instance
-from benchmarks.cluster.checks import wrong_answers
 from benchmarks.cluster.client import Answer, figures, run_clients
-from benchmarks.cluster.processes import Process
 from benchmarks.cluster.runs import model_of, wait_until_idle, warm_up
+from benchmarks.server_process import Process
 from longctx.simulation.workloads import WorkloadRequest
 
 RETRIES = 240  # with the pause between them, a minute
@@ -52,7 +51,7 @@ class Timeline:
 
 
 def run_failures(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
     """A decode server is drained, then a prefill server and the other decode server are killed; clients never retry.
 
@@ -67,32 +66,31 @@ def run_failures(
         0.4 * span: lambda: timeline.kill(by_name["prefill-1"]),
         0.6 * span: lambda: timeline.kill(by_name["decode-1"]),
     }
-    return _run(router, instances, requests, words, seed, timeline, at, retries=0)
+    return _run(router, instances, requests, seed, timeline, at, retries=0)
 
 
 def run_router_death(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
     """The router is killed and started again. Streams of its clients break: these ask again until they are answered."""
     timeline = Timeline()
     at = {0.4 * requests[-1].arrival: lambda: timeline.kill_router(router)}
-    return _run(router, instances, requests, words, seed, timeline, at, retries=RETRIES)
+    return _run(router, instances, requests, seed, timeline, at, retries=RETRIES)
 
 
 def _run(
     router: Process,
     instances: Sequence[Instance],
     requests: Sequence[WorkloadRequest],
-    words: Sequence[str],
     seed: int,
     timeline: Timeline,
     at: dict[float, Callable[[], None]],
     retries: int,
 ) -> tuple[dict[str, Any], list[Answer]]:
     model = model_of(router)
-    warm_up(router, words, seed, model)
+    warm_up(router, seed, model)
     timeline.begin = time.perf_counter()
-    answers = asyncio.run(run_clients(router.url, requests, words, seed, model, retries, at))
+    answers = asyncio.run(run_clients(router.url, requests, seed, model, retries, at))
     wait_until_idle(instances)
     found: dict[str, Any] = figures(answers)
     gaps = [b - a for answer in answers for a, b in itertools.pairwise(answer.times)]
@@ -101,13 +99,3 @@ def _run(
     found["retried"] = sum(bool(answer.failures) for answer in answers)
     found["failures"] = [failure for answer in answers for failure in answer.failures][:20]
     return found, answers
-
-
-def verdict(
-    found: dict[str, Any],
-    answers: Sequence[Answer],
-    requests: Sequence[WorkloadRequest],
-    expected: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """The figures, and what was wrong."""
-    return found | {"wrong": wrong_answers(answers, requests, expected), "requests": len(requests)}

@@ -15,10 +15,9 @@ from longctx.serving import Engine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="where it is written, as JSON")
-    parser.add_argument("flags", type=json.loads, help="of the server, as JSON")
     options = parser.parse_args()
-    model, params = load_checkpoint(Path(options.flags.get("model", TINY)))
-    times = measure_host(Engine(model, params, engine_config(options.flags)))
+    model, params = load_checkpoint(TINY)
+    times = measure_host(Engine(model, params, engine_config()))
     # On one core a batch is computed while it is submitted: that is in the times of steps.
     times = dataclasses.replace(times, batch=0.0, shares_cores=True)
     options.file.write_text(json.dumps(dataclasses.asdict(times)) + "\n")

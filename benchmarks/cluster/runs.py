@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,7 @@ import httpx
 
 from benchmarks.cluster.arms import Instance
 from benchmarks.cluster.client import Answer, figures, run_clients
-from benchmarks.cluster.processes import Process, metric, metrics
-from benchmarks.server_process import cpu_seconds
+from benchmarks.server_process import Process, cpu_seconds
 from benchmarks.usage import Usage
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -20,16 +20,16 @@ WARM_UP = [WorkloadRequest(0.4 * number, 200 + 100 * number, 4, number=number) f
 
 
 def run(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
 ) -> dict[str, Any]:
     """The trace once, through a router that is ready: figures, and TTFT of each request."""
     model = model_of(router)
-    alone = warm_up(router, words, seed, model)
+    alone = warm_up(router, seed, model)
     wait_until_idle(instances)
     processes = [router, *(instance.process for instance in instances)]
     cpu, before, own = [cpu_seconds(x.pid) for x in processes], [counts(x) for x in instances], sum(os.times()[:2])
     others = Usage()
-    answers = asyncio.run(run_clients(router.url, requests, words, seed, model))
+    answers = asyncio.run(run_clients(router.url, requests, seed, model))
     found: dict[str, Any] = figures(answers)
     own = sum(os.times()[:2]) - own
     wait_until_idle(instances)
@@ -49,9 +49,9 @@ def model_of(router: Process) -> str:
     return str(httpx.get(f"{router.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
 
-def warm_up(router: Process, words: Sequence[str], seed: int, model: str) -> list[Answer]:
+def warm_up(router: Process, seed: int, model: str) -> list[Answer]:
     """Requests one by one, which open connections; RuntimeError if one is not answered."""
-    answers = asyncio.run(run_clients(router.url, WARM_UP, words, seed + 10_000, model))
+    answers = asyncio.run(run_clients(router.url, WARM_UP, seed + 10_000, model))
     failures = [failure for answer in answers for failure in answer.failures]
     if failures:
         raise RuntimeError(f"{router.name} answers nothing: {failures[0]}; {router.tail()}")
@@ -65,8 +65,13 @@ def counts(instance: Instance) -> dict[str, float]:
         "steps": "step_seconds_count",
         "step_seconds": "step_seconds_sum",
     }
-    text = metrics(instance.process)
-    return {key: metric(text, name) for key, name in names.items()}
+    lines = httpx.get(f"{instance.process.url}/metrics", timeout=10).text.splitlines()
+
+    def total(name: str) -> float:
+        """Of a metric of ours, over its labels; 0 if it has no sample."""
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"longctx:{name}[ {{]", line))
+
+    return {key: total(name) for key, name in names.items()}
 
 
 def wait_until_idle(instances: Sequence[Instance], seconds: float = 30.0) -> None:

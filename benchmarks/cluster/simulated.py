@@ -45,18 +45,13 @@ class Prediction:
 
     Args:
       roles: of servers, by their names.
-      flags: of the servers.
       folder: with what `measure` found of a server that had a core for itself.
     """
 
-    def __init__(
-        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], flags: Mapping[str, Any], folder: Path
-    ) -> None:
-        self._requests, self._roles, self._engine = list(requests), roles, engine_config(flags)
-        self._model = read_model(Path(flags.get("model", TINY)))[0].config
-        predictor, _ = read_profile(folder / "profile.json")
-        assert isinstance(predictor, RuntimePredictor)
-        self._predictor = predictor
+    def __init__(self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], folder: Path) -> None:
+        self._requests, self._roles, self._engine = list(requests), roles, engine_config()
+        self._model = read_model(TINY)[0].config
+        self._predictor, _ = read_profile(folder / "profile.json")
         self._host = HostTimes(**json.loads((folder / "host.json").read_text()))
 
     def beside(self, policy: str, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

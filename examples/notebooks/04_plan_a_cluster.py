@@ -21,7 +21,7 @@ from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.planner.prompt import PromptPredictor
-from longctx.simulation.planner.search import Goal, best_of_each, layouts, search
+from longctx.simulation.planner.search import Goal, layouts, search
 from longctx.simulation.utilization import Totals, device_memory, model_flops
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -152,7 +152,7 @@ with shown(width=7, height=4) as (figure, (axes,)):
 # %%
 result = search(MODEL, topology, GPUS, Goal(TOKENS, ttft=900, tpot=TPOT))
 print("stage x context x tensor   GPUs    TTFT      TPOT  beside it   MFU  GPU-seconds")
-for planned in best_of_each(result.plans)[:6]:
+for planned in result.best_of_each[:6]:
     plan, prompt = planned.deployment.plan, planned.prompt
     seconds = f"{prompt.ttft:5.0f} s {1e3 * prompt.tpot:6.1f} ms {1e3 * prompt.beside:7.1f} ms"
     print(
@@ -186,7 +186,7 @@ def grown(stage, context, tokens):
 
 predicted = predict(grown(4, 4, READ), READ)
 beside = WorkloadRequest(0.0, 1, predicted.steps // 4)
-record = deploy(grown(4, 4, READ), READ).run([beside, WorkloadRequest(0.0, READ, 256, number=1)])
+record = deploy(grown(4, 4, READ), READ).simulation().run([beside, WorkloadRequest(0.0, READ, 256, number=1)])
 other, long = sorted(record.served, key=lambda served: served.number)
 print(f"TTFT {long.ttft:.2f} s simulated, {predicted.ttft:.2f} s predicted")
 print(f"TPOT {1e3 * long.tpot:.2f} ms simulated, {1e3 * predicted.tpot:.2f} ms predicted")

@@ -16,7 +16,7 @@ from longctx.cli.terminal import FAILED, Console
 from longctx.cli.workload import named_model
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
-from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, best_of_each, search
+from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, search
 from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             bar.update()
 
         found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
-    best = best_of_each(found.plans)[: options.best]
+    best = found.best_of_each[: options.best]
     served: list[dict[str, Any] | None] = [None] * len(best)
     if requests:  # those first that keep most promises
         served = _serve(best, requests, options, console)
@@ -57,7 +57,11 @@ def run(options: argparse.Namespace) -> int:
             "goal": dataclasses.asdict(goal),
             "plans": [_plain(planned, summary) for planned, summary in zip(best, served, strict=True)],
             "simulated": None if checked is None else checked._asdict(),
-            "fallen": [_plain_rejected(each) for each in found.rejected],
+            "fallen": [
+                each._asdict()
+                | {"plan": dataclasses.asdict(each.plan), "excess": None if each.excess == math.inf else each.excess}
+                for each in found.rejected
+            ],
         }
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     return 0 if best else FAILED
@@ -109,7 +113,7 @@ def serve_workload(task: tuple[Planned, list[WorkloadRequest], int]) -> dict[str
     """Serve a workload on all instances of a plan: a summary, or the `error` that says why it can't be."""
     planned, requests, seed = task
     try:
-        record = planned.deployment.run(requests, seed, keep_steps=False)
+        record = planned.deployment.simulation().run(requests, seed, keep_steps=False)
     except ValueError as error:
         return {"error": str(error)}
     return summarize_deployment(record, planned.deployment)
@@ -216,14 +220,4 @@ def _plain(planned: Planned, summary: dict[str, Any] | None) -> dict[str, Any]:
         "mfu": planned.mfu,
         "gpu_seconds": planned.gpu_seconds,
         "workload": summary,
-    }
-
-
-def _plain_rejected(each: RejectedPlan) -> dict[str, Any]:
-    return {
-        "plan": dataclasses.asdict(each.plan),
-        "chunking": each.chunking,
-        "reason": each.reason,
-        "text": each.text,
-        "excess": None if each.excess == math.inf else each.excess,
     }

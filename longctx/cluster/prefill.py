@@ -132,7 +132,7 @@ class PrefillRequests:
         lends = wanted.tokens is not None
         seconds = wanted.seconds
         if seconds is None:
-            seconds = 0.0 if lends else engine.scheduler.forecast.prefill_seconds(there, length)
+            seconds = 0.0 if lends else engine.scheduler.forecast.time.prefill_seconds(there, length)
         lease, count = make_lease_id(), length + 1 if lends else len(prepared.tokens)
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
         sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}

@@ -146,10 +146,6 @@ class Capacity(NamedTuple):
     tried: tuple[Tried, ...]
 
 
-class _Lost(Exception):
-    """A target can't be met any more."""
-
-
 def find_capacity(
     deployment: Deployment,
     requests: List[WorkloadRequest],
@@ -172,16 +168,8 @@ def find_capacity(
         raise ValueError("targets must be at least one")
 
     def is_met(rate: float) -> bool:
-        watch = Watch(targets, len(requests))
-
-        def stop(record: Record) -> None:
-            if watch.is_lost(record):
-                raise _Lost
-
-        try:
-            record = deployment.run(arrive_at_rate(requests, rate, seed), seed, progress=stop, keep_steps=False)
-        except _Lost:
-            return False
+        watch, arriving = Watch(targets, len(requests)), arrive_at_rate(requests, rate, seed)
+        record = deployment.simulation().run(arriving, seed, progress=watch.is_lost, keep_steps=False)
         return all(target.is_met_by(record) for target in targets)
 
     return search(is_met, first_rate(deployment, requests), progress)

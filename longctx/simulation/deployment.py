@@ -3,14 +3,12 @@
 import abc
 import copy
 import dataclasses
-import math
-from collections.abc import Sequence as List
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.config import LlamaConfig
-from longctx.models.validation import check_integer, check_kv_dtype
+from longctx.models.validation import check_bool, check_integer, check_kv_dtype, check_real
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -19,16 +17,12 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.baselines import BASELINES, make_simulation
 from longctx.simulation.cluster.cluster_instance import NIC_BANDWIDTH, ClusterInstance
-from longctx.simulation.cluster.conductor_run import Priority
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance.instance import Instance
-from longctx.simulation.record import Record
 from longctx.simulation.reports.stage_trace import StageTrace
-from longctx.simulation.run import Progress
 from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import device_memory, max_tokens
-from longctx.simulation.workloads import WorkloadRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +51,6 @@ class _System(abc.ABC):
     def simulation(self) -> Simulation:
         """Return what serves workloads on new instances."""
 
-    def run(
-        self,
-        requests: List[WorkloadRequest],
-        seed: int = 0,
-        until: float = math.inf,
-        progress: Progress | None = None,
-        keep_steps: bool = True,
-        priority: Priority | None = None,
-    ) -> Record:
-        """Serve requests in virtual time on new instances.
-
-        Args:
-          requests, seed, until, progress, keep_steps, priority: as for `Simulation.run`.
-
-        Returns:
-          What happened: each request, and each step if they are kept.
-
-        Raises:
-          ValueError: a request can't be served, such as one that is longer than the cache.
-        """
-        return self.simulation().run(requests, seed, until, progress, keep_steps, priority)
-
 
 @dataclasses.dataclass(frozen=True)
 class Deployment(_System):
@@ -106,7 +78,7 @@ class Deployment(_System):
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> plan, config = ParallelPlan(tensor=8), EngineConfig(page_size=256)
       >>> deployment = Deployment(MODELS["llama-3-8b"], Topology.preset("h100-rdma"), plan, config)
-      >>> record = deployment.run(arrive_at_rate(make_mix("sharegpt4", 10), rate=2.0))
+      >>> record = deployment.simulation().run(arrive_at_rate(make_mix("sharegpt4", 10), rate=2.0))
       >>> len(record.served)
       10
     """
@@ -165,9 +137,6 @@ class Deployment(_System):
         Args:
           traces: a trace of each instance is appended to it; None: nothing is traced.
           keep_ticks: whether these have all ticks.
-
-        Returns:
-          Ready for `run`.
 
         Raises:
           ValueError: traces are wanted of a baseline.
@@ -235,7 +204,7 @@ class ClusterDeployment(_System):
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
       >>> requests = arrive_at_rate(make_mix("sharegpt4", 100), rate=4.0)
-      >>> record = ClusterDeployment(model, topology, plan, prefill=2, decode=1).run(requests)
+      >>> record = ClusterDeployment(model, topology, plan, prefill=2, decode=1).simulation().run(requests)
       >>> sorted({(placed.assignment.prefill, placed.assignment.decode) for placed in record.placed})
       [('decode-0', 'decode-0'), ('prefill-0', 'decode-0'), ('prefill-1', 'decode-0')]
     """
@@ -265,6 +234,10 @@ class ClusterDeployment(_System):
             check_integer(name, getattr(self, name), 0)
         for name in ("page_size", "chunk", "coupled_chunk", "max_running"):
             check_integer(name, getattr(self, name), 1)
+        for name, low in (("bandwidth", 1), ("latency", 0)):
+            check_real(name, getattr(self, name), low)
+        for name in ("prefix_cache", "roles_change"):
+            check_bool(name, getattr(self, name))
         if not (self.coupled or (self.prefill and self.decode)):
             raise ValueError("prefill and decode must both be at least 1, or coupled must be")
         if self.names and len(self.names) != self.num_instances:
@@ -300,11 +273,7 @@ class ClusterDeployment(_System):
         return found
 
     def simulation(self) -> Simulation:
-        """Return what serves workloads on new instances behind a new conductor.
-
-        Returns:
-          Ready for `run`.
-        """
+        """Return what serves workloads on new instances behind a new conductor."""
         conductor = Conductor(copy.deepcopy(self.config), PrefixIndex())  # a policy of one's own may remember things
         return Simulation(self.instances(), conductor, self.settings, self.changes)
 

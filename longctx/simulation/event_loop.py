@@ -32,11 +32,7 @@ class EventLoop:
         self._order = itertools.count()
 
     def at(self, time: float, action: Callable[[], object]) -> None:
-        """Run an action at a time.
-
-        Args:
-          time: virtual seconds since the beginning.
-          action: what to call.
+        """Run an action at a time, in virtual seconds since the beginning.
 
         Raises:
           ValueError: the time is before now, or not finite.
@@ -53,11 +49,7 @@ class EventLoop:
     def run(self, until: float = math.inf, after: Callable[[], object] | None = None) -> None:
         """Run all actions up to a time, this included.
 
-        Time then stands at `until` if there are later actions, and else at the last one.
-
-        Args:
-          until: virtual seconds since the beginning.
-          after: is called after each action.
+        Time then stands at `until` if there are later actions, and else at the last one. `after` is called after each.
         """
         heap = self._heap
         while heap:
@@ -118,11 +110,7 @@ class Link:
         return len(self._marks)
 
     def send(self, num_bytes: float, action: Callable[[], object]) -> None:
-        """Begin a transfer; the action runs when it has ended.
-
-        Args:
-          num_bytes: of the transfer.
-          action: what to call.
+        """Begin a transfer of some bytes; the action runs when it has ended.
 
         Raises:
           ValueError: `num_bytes` is negative or not finite.

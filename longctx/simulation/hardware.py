@@ -23,8 +23,6 @@ def predictor(
     plan: ParallelPlan | None = None,
     *,
     max_rows: int = 4096,
-    overhead: float = 0.0,
-    gpus_per_host: int = GPUS_PER_HOST,
     kv_dtype: str | None = None,
 ) -> CurvePredictor:
     """Seconds of the steps of a model on a cluster.
@@ -36,8 +34,6 @@ def predictor(
       topology: or the name of a preset. Its link of `tensor` is that within a host, its link of `context` the network.
       plan: None: one device.
       max_rows: rows of the largest batch that is predicted exactly.
-      overhead: seconds of each step on the host, of an engine that doesn't hide them.
-      gpus_per_host: how many.
       kv_dtype: of the cache, as of `EngineConfig`.
 
     Returns:
@@ -65,11 +61,11 @@ def predictor(
     plan.check(model, plan.num_devices)
     if isinstance(topology, str):
         topology = Topology.preset(topology)
-    if plan.tensor > gpus_per_host:
-        hosts, rest = divmod(plan.tensor, gpus_per_host)
+    if plan.tensor > GPUS_PER_HOST:
+        hosts, rest = divmod(plan.tensor, GPUS_PER_HOST)
         if rest:
-            raise ValueError(f"plan's tensor must be a multiple of a host's {gpus_per_host} GPUs, got {plan.tensor}")
-        topology = all_reduce_over_hosts(topology, hosts, gpus_per_host)
+            raise ValueError(f"plan's tensor must be a multiple of a host's {GPUS_PER_HOST} GPUs, got {plan.tensor}")
+        topology = all_reduce_over_hosts(topology, hosts)
     return roofline(
         model,
         topology,
@@ -77,13 +73,12 @@ def predictor(
         stage=plan.stage,
         tensor=plan.tensor,
         context=plan.context,
-        overhead=overhead,
         kv_dtype=kv_dtype,
     )
 
 
-def all_reduce_over_hosts(topology: Topology, hosts: int, gpus_per_host: int = GPUS_PER_HOST) -> Topology:
-    """A topology in which `tensor` spans hosts: each all-reduce has two levels, one after the other.
+def all_reduce_over_hosts(topology: Topology, hosts: int) -> Topology:
+    """A topology in which `tensor` spans several hosts: each all-reduce has two levels, one after the other.
 
     Within each host a reduce-scatter and an all-gather; between them GPUs of the same place in all hosts reduce their
     share, an n-th, over the network: by a tree, `2 log2(hosts)` hops one after the other, with bandwidth as of a ring.
@@ -93,18 +88,14 @@ def all_reduce_over_hosts(topology: Topology, hosts: int, gpus_per_host: int = G
       topology: whose link of `tensor` is that within a host, and of `context` the network.
 
     Raises:
-      ValueError: hosts or gpus_per_host are below 1, or there is no such link.
+      ValueError: there is no such link.
     """
-    if hosts < 1 or gpus_per_host < 1:
-        raise ValueError(f"hosts and gpus_per_host must be at least 1, got {hosts} and {gpus_per_host}")
     inner, outer = topology.link("tensor"), topology.link("context")
-    if hosts == 1:
-        return topology
-    devices = hosts * gpus_per_host
+    devices = hosts * GPUS_PER_HOST
     # Bytes that a GPU sends for each byte that is reduced: in all, within the host, and over the network.
     sent = 2 * (devices - 1) / devices
-    inside = 2 * (gpus_per_host - 1) / gpus_per_host
-    across = 2 * (hosts - 1) / hosts / gpus_per_host
+    inside = 2 * (GPUS_PER_HOST - 1) / GPUS_PER_HOST
+    across = 2 * (hosts - 1) / hosts / GPUS_PER_HOST
     per_byte = inside / _collective_bandwidth(inner) + across / _collective_bandwidth(outer)
     inner_latency = inner.latency if inner.collective_latency is None else inner.collective_latency
     hop = outer.latency if outer.reduce_latency is None else outer.reduce_latency

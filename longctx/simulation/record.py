@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.conductor.request import Assignment, Bound
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.predictor.work import Work
 from longctx.serving.request.output import Metrics
 
 
@@ -44,15 +45,7 @@ class Served:
 
     @classmethod
     def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> "Served":
-        """A request as its engine's metrics have it.
-
-        Args:
-          metrics: with a first token.
-          due: seconds after `start`.
-          start: of the workload, on the metrics' clock, in seconds.
-          number: of the request in its workload.
-          instance: name of the one that served it.
-        """
+        """A request as its metrics have it, which was due `due` seconds after `start` by the metrics' clock."""
         assert metrics.first_token is not None
         return cls(due, metrics, metrics.first_token - start - due, metrics.tpot, number, instance)
 
@@ -108,6 +101,17 @@ class Totals:
     busy: float = 0.0
     stage_seconds: float = 0.0
     decode_pairs: int = 0
+
+    def add(self, work: Work, seconds: float, busy: float, steps: int = 1) -> None:
+        """Add batches that were computed: their work, their seconds in one stage, and those in which some computed."""
+        self.steps += steps
+        self.rows += work.rows
+        self.samples += work.samples
+        self.pairs += work.pairs
+        self.keys += work.keys
+        self.decode_pairs += work.decode_keys
+        self.stage_seconds += seconds
+        self.busy += busy
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -267,10 +271,7 @@ class Record:
         return cached / max(1, sum(each.metrics.prompt_tokens for each in self.served))
 
     def goodput(self, ttft: float, tpot: float) -> list[Served]:
-        """Return the requests that completed within both SLOs.
-
-        Args:
-          ttft, tpot: SLOs, in seconds.
+        """Return the requests that completed within both SLOs, in seconds.
 
         Source:
           Mooncake, 2: only completed requests count.

@@ -46,27 +46,22 @@ class Server(Protocol):
     @property
     def steps(self) -> list[StepMetrics]:
         """Steps of the run, see `Record`."""
-        ...
 
     @property
     def timeline(self) -> list[tuple[float, int, int]]:
         """(seconds, running, waiting) after each step, see `Record`."""
-        ...
 
     @property
     def totals(self) -> Totals:
         """Sums over what it has computed in the run."""
-        ...
 
     @property
     def stats(self) -> EngineStats | None:
         """Counts since it was made; None before its first step, and of a baseline that is no core of ours."""
-        ...
 
     @property
     def prefill_seconds(self) -> float:
         """Predicted seconds of all prompts that it has not computed, by which requests are routed."""
-        ...
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
         """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
@@ -78,7 +73,6 @@ class Server(Protocol):
           on_end: is called with each request that has ended, and its metrics.
           seed: of contents that are made up.
         """
-        ...
 
     def check(self, request: WorkloadRequest) -> None:
         """Check a request.
@@ -86,11 +80,9 @@ class Server(Protocol):
         Raises:
           ValueError: it can never be served.
         """
-        ...
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
-        ...
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
         """End the run.
@@ -98,7 +90,6 @@ class Server(Protocol):
         Returns:
           The requests that have not ended, and their metrics so far.
         """
-        ...
 
 
 Route = Callable[[WorkloadRequest, List[Server], float], Server]

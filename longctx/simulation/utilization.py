@@ -34,8 +34,7 @@ def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
     """
     totals = Totals()
     for work, seconds in batches:
-        rows, samples, decodes = work.rows, work.samples, work.decode_keys
-        totals += Totals(1, rows, samples, work.pairs, work.keys, seconds, seconds, decodes)
+        totals.add(work, seconds, seconds)
     return totals
 
 
@@ -77,10 +76,9 @@ def model_bytes(
     model: LlamaConfig,
     work: Totals | Work,
     plan: ParallelPlan | None = None,
-    element_bytes: float = 2,
     kv_dtype: str | None = None,
 ) -> float:
-    """Bytes of memory that all devices of a plan have to read for some work: weights in each step, and keys and values.
+    """Bytes of memory that all devices of a plan read for some work: 16-bit weights in each step, and keys and values.
 
     Each context rank reads all weights. Keys and values count once for each chunk; where KV heads are repeated over
     `tensor`, each device reads its own.
@@ -92,9 +90,9 @@ def model_bytes(
     plan = plan or ParallelPlan()
     steps = work.steps if isinstance(work, Totals) else 1
     full, quantized = (model.num_layers * weights for weights in layer_weights(model))
-    weights = (full + model.vocab_size * model.hidden_size) * element_bytes + quantized
+    weights = 2 * (full + model.vocab_size * model.hidden_size) + quantized
     heads = model.num_layers * max(model.num_kv_heads, plan.tensor)
-    key = 2 * heads * kv_row_bytes(model.head_dim, element_bytes, kv_dtype)
+    key = 2 * heads * kv_row_bytes(model.head_dim, 2, kv_dtype)
     return steps * plan.context * weights + work.keys * key
 
 

@@ -38,7 +38,7 @@ def compute(task: Task) -> list[Done]:
         start, error = time.perf_counter(), None
         remove_result(figure, task.out)  # an earlier one is not to stand for one that failed
         try:
-            write_figure(figure.compute(task.inputs), task.out, task.inputs.data is not None, task.png)
+            write_figure(figure, figure.compute(task.inputs), task.out, task.inputs.data is not None, task.png)
         except Exception:
             error = traceback.format_exc()
         done.append(Done(figure.name, time.perf_counter() - start, error))

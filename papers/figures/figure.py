@@ -98,17 +98,13 @@ class Figure:
     """A figure of a paper, as computed.
 
     Attributes:
-      name: the paper and the function that makes it, such as "medha_figure_15"; its files are called so.
       title: what it shows, one line.
-      paper: "mnemosyne", "medha", "meta" or "mooncake".
       table: rows of the CSV file; each key is a column. Floats are written with six digits.
       draw: draws on `panels` matplotlib axes, side by side; None: there is no drawing.
       width, height: of a panel, inches.
     """
 
-    name: str
     title: str
-    paper: str
     statements: List[Statement]
     table: List[Mapping[str, Cell]]
     draw: Callable[..., Any] | None = field(default=None, compare=False)

@@ -13,7 +13,7 @@ from papers.figures.registry import Registered
 FILES = "simulation"  # subfolder for the files of figures
 
 
-def write_figure(figure: Figure, out: Path, is_from_data: bool, png: bool = False) -> None:
+def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data: bool, png: bool = False) -> None:
     """Write the files of a figure into the subfolder `FILES` of `out`; a drawing only if matplotlib is installed.
 
     Args:
@@ -23,23 +23,23 @@ def write_figure(figure: Figure, out: Path, is_from_data: bool, png: bool = Fals
     Raises:
       OSError: a file can't be written.
     """
-    folder = out / FILES
+    folder, name = out / FILES, registered.name
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(figure, folder / f"{figure.name}.csv")
+    write_csv(figure, folder / f"{name}.csv")
     plain = {
-        "name": figure.name,
+        "name": name,
         "title": figure.title,
-        "paper": figure.paper,
+        "paper": registered.paper,
         "data": is_from_data,
         "statements": [dataclasses.asdict(statement) for statement in figure.statements],
     }
-    (folder / f"{figure.name}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     if figure.draw is not None and plotting.can_draw():
         with plotting.style():
             drawn, axes = plotting.drawing(figure.panels, figure.width, figure.height)
             figure.draw(*axes)
             for suffix in (".svg", ".png") if png else (".svg",):
-                plotting.save(drawn, folder / f"{figure.name}{suffix}")
+                plotting.save(drawn, folder / f"{name}{suffix}")
 
 
 def write_csv(figure: Figure, path: Path) -> None:

@@ -84,13 +84,7 @@ class LoongServe:
         self._num_instances = num_instances
 
     def attach(self, loop: EventLoop, on_end: Callable[[WorkloadRequest, Metrics], object], seed: int = 0) -> None:
-        """Begin a run, see `Server.attach`. Nothing is random.
-
-        Args:
-          loop: in whose time it runs.
-          on_end: is called with each request that has ended, and its metrics.
-          seed: is not used.
-        """
+        """Begin a run, see `Server.attach`. Nothing is random."""
         self._loop, self._on_end = loop, on_end
         self._free = self._num_instances
         self._queue: deque[Active] = deque()
@@ -280,14 +274,7 @@ class LoongServe:
 
     def _count(self, work: Work, steps: int, seconds: float) -> None:
         """Count batches: their rows and keys, and the seconds of all instances together that they took."""
-        totals = self.totals
-        totals.steps += steps
-        totals.rows += work.rows
-        totals.samples += work.samples
-        totals.pairs += work.pairs
-        totals.keys += work.keys
-        totals.busy += seconds / self._num_instances
-        totals.stage_seconds += seconds / self._num_instances
+        self.totals.add(work, seconds / self._num_instances, seconds / self._num_instances, steps)
 
     def _note(self) -> None:
         """Note how many requests run and wait."""

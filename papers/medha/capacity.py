@@ -86,7 +86,7 @@ def figure_1(inputs: Inputs) -> Figure:
         right.legend(markerscale=4)
 
     title = f"TTFT of Llama-3 8B on 16 A100 at {rate} requests/s, 5 % of them long"
-    return Figure("medha_figure_1", title, "medha", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def equal_utilization(inputs: Inputs) -> Figure:
@@ -133,7 +133,7 @@ def equal_utilization(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "LoongServe against Medha at equal utilisation: 8B, 16 A100, 5 % long"
-    return Figure("medha_equal_utilization", title, "medha", corrected(statements), table, draw)
+    return Figure(title, corrected(statements), table, draw)
 
 
 def figure_4(inputs: Inputs) -> Figure:
@@ -171,7 +171,7 @@ def figure_4(inputs: Inputs) -> Figure:
         left.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 
     title = f"What LoongServe's pools are asked for: 8B, 16 A100, 5 % long, {rate} requests/s"
-    return Figure("medha_figure_4", title, "medha", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def _flops(model: LlamaConfig, cell: Outcome) -> tuple[np.ndarray, np.ndarray]:
@@ -237,7 +237,7 @@ def figure_15(inputs: Inputs) -> Figure:
 
     table = rows_of(short, "short") + rows_of(long, "5 % long")
     title = "TTFT under load: Llama-3 8B on 16 A100"
-    return Figure("medha_figure_15", title, "medha", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def figure_16(inputs: Inputs) -> Figure:
@@ -272,9 +272,7 @@ def figure_16(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     table = rows_of(short, "short") + rows_of(long, "5 % long")
-    return Figure(
-        "medha_figure_16", "TPOT under load: Llama-3 8B on 16 A100", "medha", statements, table, draw, panels=2
-    )
+    return Figure("TPOT under load: Llama-3 8B on 16 A100", statements, table, draw, panels=2)
 
 
 def figure_21(inputs: Inputs) -> Figure:
@@ -307,7 +305,7 @@ def figure_21(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = f"Active requests: 8B, 16 A100, 5 % long, {rate} requests/s"
-    return Figure("medha_figure_21", title, "medha", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def figure_23(inputs: Inputs) -> Figure:
@@ -341,7 +339,7 @@ def figure_23(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "A reserved pool for short prompts: Llama-3 8B on 16 A100"
-    return Figure("medha_figure_23", title, "medha", statements, rows_of(found, "5 % long"), draw)
+    return Figure(title, statements, rows_of(found, "5 % long"), draw)
 
 
 def normalised(cell: Outcome) -> np.ndarray:
@@ -390,4 +388,4 @@ def figure_22(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = "Scheduling policies: Llama-3 8B on 16 A100, 5 % long"
-    return Figure("medha_figure_22", title, "medha", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)

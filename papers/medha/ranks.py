@@ -66,7 +66,7 @@ def figure_17(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = f"2D (SPP8) and 3D (SPP4 x KVP2): TTFT of Llama-3 70B on 64 H100, windows of {WINDOW:.0f} s"
-    return Figure("medha_figure_17", title, "medha", corrected(statements), rows_of(inputs), draw, panels=4, width=3.8)
+    return Figure(title, corrected(statements), rows_of(inputs), draw, panels=4, width=3.8)
 
 
 def figure_18(inputs: Inputs) -> Figure:
@@ -100,4 +100,4 @@ def figure_18(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = f"2D (SPP8) and 3D (SPP4 x KVP2): TPOT of Llama-3 70B on 64 H100, windows of {WINDOW:.0f} s"
-    return Figure("medha_figure_18", title, "medha", corrected(statements), rows_of(inputs), draw, panels=2)
+    return Figure(title, corrected(statements), rows_of(inputs), draw, panels=2)

@@ -35,7 +35,7 @@ def table_6(inputs: Inputs) -> Figure:
         growth = table[-1][f"{plan}: TTIT"] / table[0][f"{plan}: TTIT"]
         text = f"{plan}: TTIT hardly grows from 8K to 128K (paper: 4 and 2 %; here: below 15 %)"
         statements.append(ordering("table 6", text, 1 < growth < 1.15))
-    return Figure("meta_table_6", "TP8 and CP2 by context length", "meta", statements, table)
+    return Figure("TP8 and CP2 by context length", statements, table)
 
 
 def table_7(inputs: Inputs) -> Figure:
@@ -86,7 +86,7 @@ def table_7(inputs: Inputs) -> Figure:
             axes.set_xticks(list(at), [row["plan"] for row in table], rotation=20)
             axes.set_ylabel(f"{unit} (grey: paper)")
 
-    return Figure("meta_table_7", "CP and TP over hosts at 128K tokens", "meta", statements, table, draw, panels=2)
+    return Figure("CP and TP over hosts at 128K tokens", statements, table, draw, panels=2)
 
 
 # Tokens, batch: microseconds of TP8, CP2, CP4 for an attention call, the ring loop, SendRecv, All2All, all of pass-Q.
@@ -137,7 +137,7 @@ def table_8(inputs: Inputs) -> Figure:
                 row = number("table 8", text, theirs[at], mine, "us", why, basis)
                 statements += [row] if part in ("SendRecv", "All2All") else corrected([row])
     statements += list(_orderings(found))
-    return Figure("meta_table_8", "Parts of a layer's attention in decode", "meta", statements, table)
+    return Figure("Parts of a layer's attention in decode", statements, table)
 
 
 def decode_parts(tokens: int, batch: int, hosts: int) -> tuple[float, float, float, float, float]:

@@ -80,7 +80,7 @@ def table_2(inputs: Inputs) -> Figure:
     ]
     table = [{"statement": each.text, "paper": each.paper, "ours": each.ours} for each in statements]
     statements = based_on("arithmetic", statements)
-    return Figure("meta_table_2", "What a layer computes, sends and reads", "meta", statements, table)
+    return Figure("What a layer computes, sends and reads", statements, table)
 
 
 def table_4(inputs: Inputs) -> Figure:
@@ -134,7 +134,7 @@ def table_4(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "Pass-KV against pass-Q by miss rate, T + P = 128,000 on 4 hosts"
-    return Figure("meta_table_4", title, "meta", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def _is_q_faster(table: List[dict[str, Any]], new: int) -> bool:
@@ -192,7 +192,7 @@ def table_5(inputs: Inputs) -> Figure:
         ),
         ordering("table 5", "at 10 % misses attention hides pass-KV's hops", exposed[12800][0] == 0),
     ]
-    return Figure("meta_table_5", "Parts of a layer's attention at 2.5 % and 10 % misses", "meta", statements, table)
+    return Figure("Parts of a layer's attention at 2.5 % and 10 % misses", statements, table)
 
 
 def served_exchanges(rule: str | EmpiricalRule, at_peak: bool = False) -> list[str]:
@@ -262,9 +262,7 @@ def figure_10(inputs: Inputs) -> Figure:
         ),
     ]
     return Figure(
-        "meta_figure_10",
         "Which exchange an engine takes by each rule, T + P = 128,000 on 4 hosts",
-        "meta",
         statements,
         table,
     )

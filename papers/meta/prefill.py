@@ -53,7 +53,7 @@ def figure_6(inputs: Inputs) -> Figure:
         right.set_title("GTI: TCP")
 
     title = "Full prefill of Llama 3 405B (FP8) by context length, on 1 to 8 hosts of 8 H100"
-    return Figure("meta_figure_6", title, "meta", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def over_tcp(tokens: int, hosts: int) -> float:
@@ -94,7 +94,7 @@ def figure_7(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "Context against tensor parallelism over hosts: latency on one over latency on N"
-    return Figure("meta_figure_7", title, "meta", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def figure_8(inputs: Inputs) -> Figure:
@@ -125,7 +125,7 @@ def figure_8(inputs: Inputs) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel="thousand tokens", ylabel="TTFT, s")
         axes.legend()
 
-    return Figure("meta_figure_8", "Long prompts on 8 and 16 hosts", "meta", statements, table, draw)
+    return Figure("Long prompts on 8 and 16 hosts", statements, table, draw)
 
 
 def appendix_a(inputs: Inputs) -> Figure:
@@ -148,4 +148,4 @@ def appendix_a(inputs: Inputs) -> Figure:
     ]
     statements = [*based_on("arithmetic", counted), *based_on("fitted", reaching)]
     table = [{"statement": each.text, "paper": each.paper, "ours": each.ours, "unit": each.unit} for each in statements]
-    return Figure("meta_appendix_a", "FLOPs of 1M tokens on 128 GPUs", "meta", statements, table)
+    return Figure("FLOPs of 1M tokens on 128 GPUs", statements, table)

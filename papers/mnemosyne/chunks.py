@@ -73,7 +73,7 @@ def figure_7(inputs: Inputs) -> Figure:
             axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
 
     title = "Small chunks cost attention little, and the rest more: 1M tokens on 8 H100"
-    return Figure("mnemosyne_figure_7", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 _PAIRS = list(pairwise(SIZES))
@@ -110,7 +110,7 @@ def figure_8(inputs: Inputs) -> Figure:
         right.legend()
 
     title = "Static chunks trade TTFT for time between tokens; adaptive ones less so: Llama-3 8B, 1M tokens, 8 H100"
-    return Figure("mnemosyne_figure_8", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def _row(kind: str, size: int, run: Run) -> Row:
@@ -166,4 +166,4 @@ def figure_13(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "Kernels that divide queries alone are slow in small chunks: Llama-3 8B, 8 H100"
-    return Figure("mnemosyne_figure_13", title, "mnemosyne", statements, table, draw)
+    return Figure(title, statements, table, draw)

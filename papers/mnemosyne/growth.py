@@ -80,7 +80,7 @@ def section_4_4(inputs: Inputs) -> Figure:
         axes.xaxis.set_major_formatter(_millions)
 
     title = "Ranks that are added bound the time of a step: Llama-3 8B, 4M tokens in chunks of 128"
-    return Figure("mnemosyne_section_4_4", title, "mnemosyne", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def section_6_3(inputs: Inputs) -> Figure:
@@ -117,7 +117,7 @@ def section_6_3(inputs: Inputs) -> Figure:
         ordering("4.4", "by memory, 10M grow from rank to rank as each is full: ranks of 3M", is_filled),
     ]
     title = "A request grows onto another rank by memory or by latency: 10M tokens, up to 4 ranks"
-    return Figure("mnemosyne_section_6_3", title, "mnemosyne", statements, table)
+    return Figure(title, statements, table)
 
 
 def figure_19(inputs: Inputs) -> Figure:
@@ -145,7 +145,7 @@ def figure_19(inputs: Inputs) -> Figure:
             axes.xaxis.set_major_formatter(_millions)
 
     title = "GPUs are added as a context grows: 2M tokens, TP8, SPP4, KVP up to 4"
-    return Figure("mnemosyne_figure_19", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def figure_22(inputs: Inputs) -> Figure:
@@ -184,4 +184,4 @@ def figure_22(inputs: Inputs) -> Figure:
         axes.set(yscale="log", xlabel="chunk, tokens", ylabel="P95 of batches, s")
 
     title = "Decodes cost little beside a chunk of a long prompt: Llama-3 8B, 1M tokens, 8 H100"
-    return Figure("mnemosyne_figure_22", title, "mnemosyne", statements, table, draw)
+    return Figure(title, statements, table, draw)

@@ -92,7 +92,7 @@ def figure_14(inputs: Inputs) -> Figure:
             axes.set(yscale="log", xlabel="H100", ylabel=what)
 
     title = "Striped attention and the sequence pipeline: Llama-3 8B, 1M tokens"
-    return Figure("mnemosyne_figure_14", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def _grid(inputs: Inputs) -> list[Row]:
@@ -144,7 +144,7 @@ def figure_15(inputs: Inputs) -> Figure:
         panels[0].get_legend().remove()  # colours are those of the second
 
     title = "The sequence pipeline scales to 16 hosts"
-    return Figure("mnemosyne_figure_15", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def figure_16(inputs: Inputs) -> Figure:
@@ -175,7 +175,7 @@ def figure_16(inputs: Inputs) -> Figure:
         axes.set(xlabel="stages", ylabel="TPOT, s", ylim=(0, None))
 
     title = "Stages hardly lengthen decodes: 2M tokens of context"
-    return Figure("mnemosyne_figure_16", title, "mnemosyne", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def figure_20(inputs: Inputs) -> Figure:
@@ -208,4 +208,4 @@ def figure_20(inputs: Inputs) -> Figure:
             axes.set_title(f"Llama-3 {name}")
 
     title = "Model FLOPs utilisation of the sequence pipeline"
-    return Figure("mnemosyne_figure_20", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)

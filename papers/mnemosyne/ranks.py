@@ -72,7 +72,7 @@ def figure_1(inputs: Inputs) -> Figure:
         right.set(xlabel="tokens, M", ylabel="TPOT, s", ylim=(0, None))
 
     title = "Up to 10M tokens on 128 H100"
-    return Figure("mnemosyne_figure_1", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def further_collectives(layers: float) -> float:
@@ -123,7 +123,7 @@ def figure_17(inputs: Inputs) -> Figure:
             axes.set(xlabel="context ranks (KVP)", ylabel="TPOT, s", ylim=(0, None), title=f"Llama-3 {name}")
 
     title = "KV parallelism shortens decodes"
-    return Figure("mnemosyne_figure_17", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def equation_10(plan: ParallelPlan, prompt: int, chunk: int) -> tuple[float, float]:
@@ -212,7 +212,7 @@ def figure_18(inputs: Inputs) -> Figure:
             axes.set(xlabel="TTFT, s", ylabel="P95 between tokens, s", title=f"{millions}M tokens", yscale="log")
 
     title = "TTFT against time between tokens: Llama-3 8B, TP4, SPP4, chunks of 32 to 256"
-    return Figure("mnemosyne_figure_18", title, "mnemosyne", statements, table, draw, panels=3)
+    return Figure(title, statements, table, draw, panels=3)
 
 
 def figure_21(inputs: Inputs) -> Figure:
@@ -243,4 +243,4 @@ def figure_21(inputs: Inputs) -> Figure:
             axes.set(xlabel="tokens of context, M", ylabel="MBU", ylim=(0, 1), title=f"Llama-3 {name}")
 
     title = "Model bandwidth utilisation of decodes"
-    return Figure("mnemosyne_figure_21", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)

@@ -55,7 +55,7 @@ def section_2_1(inputs: Inputs) -> Figure:
         {"quantity": "tokens of a chunk that reach it", "paper": 40, "ours": chunk},
     ]
     title = "What a million tokens of Llama-3 70B take"
-    return Figure("mnemosyne_section_2_1", title, "mnemosyne", based_on("arithmetic", statements), table)
+    return Figure(title, based_on("arithmetic", statements), table)
 
 
 def figure_5(inputs: Inputs) -> Figure:
@@ -107,4 +107,4 @@ def figure_5(inputs: Inputs) -> Figure:
 
     title = "Which resource limits the context: Llama-3 8B, TTFT 30 s, TPOT 20 ms"
     statements = based_on("arithmetic", statements)
-    return Figure("mnemosyne_figure_5", title, "mnemosyne", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)

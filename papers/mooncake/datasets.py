@@ -179,7 +179,7 @@ def figure_9(inputs: Inputs) -> Figure:
                   "x", f"hit rates {hits[OURS]:.0%} and {hits[BY_CACHE]:.0%}")
     )  # fmt: skip
     title = "Throughput under SLOs, public data sets: LLaMA2-70B on 4 hosts"
-    return Figure("mooncake_figure_9", title, "mooncake", corrected(statements), _rows(found), _draw(found), panels=2)
+    return Figure(title, corrected(statements), _rows(found), _draw(found), panels=2)
 
 
 def figure_10(inputs: Inputs) -> Figure:
@@ -223,7 +223,7 @@ def figure_10(inputs: Inputs) -> Figure:
     ]  # fmt: skip
     title = "Throughput under SLOs, simulated data: LLaMA2-70B on 4 hosts"
     rows = _rows(found)
-    return Figure("mooncake_figure_10", title, "mooncake", corrected(statements), rows, _draw(found), 4, width=3.8)
+    return Figure(title, corrected(statements), rows, _draw(found), 4, width=3.8)
 
 
 def _prefill(name: str) -> float:

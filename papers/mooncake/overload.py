@@ -130,7 +130,7 @@ def table_2(inputs: Inputs) -> Figure:
         for rule, share in equal.items()
     ]
     title = f"Rejected requests under overload: LLaMA2-70B, {SHAPE}, conversation trace at {SPEED:g} times its speed"
-    return Figure("mooncake_table_2", title, "mooncake", corrected(statements), table)
+    return Figure(title, corrected(statements), table)
 
 
 def _sweep(shape: str, tbt: float, found: Mapping[Rule, Outcome]) -> Statement:
@@ -246,7 +246,7 @@ def figure_7(inputs: Inputs) -> Figure:
         _panel(axes, "early rejection", found)
 
     rows = _series({EARLY: found}, "servers") + _series({EARLY: paper}, "paper")
-    return Figure("mooncake_figure_7", title, "mooncake", corrected(statements), rows, draw, width=7.0)
+    return Figure(title, corrected(statements), rows, draw, width=7.0)
 
 
 def figure_8(inputs: Inputs) -> Figure:
@@ -274,4 +274,4 @@ def figure_8(inputs: Inputs) -> Figure:
 
     title = f"Loads of both pools, early rejection and based on prediction: LLaMA2-70B, {MACHINES}"
     rows = _series({EARLY: now, PREDICTED: then}, "servers") + _series(paper, "paper")
-    return Figure("mooncake_figure_8", title, "mooncake", corrected(statements), rows, draw, panels=2)
+    return Figure(title, corrected(statements), rows, draw, panels=2)

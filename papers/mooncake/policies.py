@@ -80,7 +80,7 @@ def figure_6(inputs: Inputs) -> Figure:
             axes.tick_params(axis="x", labelrotation=15)
 
     title = "Where a prompt is computed: LLaMA2-70B, 8 prefill and 8 decode instances, conversation trace"
-    return Figure("mooncake_figure_6", title, "mooncake", corrected(statements), table, draw, panels=2)
+    return Figure(title, corrected(statements), table, draw, panels=2)
 
 
 def _alone(outcome: Outcome) -> np.ndarray:
@@ -145,7 +145,7 @@ def figure_11(inputs: Inputs) -> Figure:
         left.legend()
 
     title = "Real trace: LLaMA2-70B, 10 prefill and 10 decode instances against 20 coupled ones"
-    return Figure("mooncake_figure_11", title, "mooncake", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def _share(values: np.ndarray, limit: float) -> float:

@@ -74,7 +74,7 @@ def figure_2(inputs: Inputs) -> Figure:
             axes.legend()
 
     title = f"Prefill by length and decode by batch ({CONTEXT:,} tokens each): LLaMA2-70B on 8 A800"
-    return Figure("mooncake_figure_2", title, "mooncake", statements, table, draw, panels=2)
+    return Figure(title, statements, table, draw, panels=2)
 
 
 def _shares(batch: int, seconds: float) -> tuple[float, float]:
@@ -150,7 +150,7 @@ def figure_5(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "Storing the KV cache of a prompt: LLaMA2-70B on 8 A800, 800 Gb/s"
-    return Figure("mooncake_figure_5", title, "mooncake", statements, table, draw)
+    return Figure(title, statements, table, draw)
 
 
 def _traces(inputs: Inputs) -> dict[str, list[WorkloadRequest]]:
@@ -172,7 +172,7 @@ def table_1(inputs: Inputs) -> Figure:
     """The data sets as they are made here, beside the paper's means."""
     table, off = list[Row](), list[float]()
     for name, requests in _traces(inputs).items():
-        (prompt, output), cached = _means(requests), reuse(requests)
+        (prompt, output), [cached] = _means(requests), reuse(requests)
         row = {"data set": name, "requests": len(requests), "mean prompt": prompt, "mean output": output}
         table.append({**row, "reuse": cached, "longest prompt": max(x.prompt_tokens for x in requests)})
         about = DATASETS.get(name)
@@ -191,16 +191,15 @@ def table_1(inputs: Inputs) -> Figure:
         *based_on("arithmetic", numbers),
         ordering("table 1", "our data sets have the table's mean lengths and cache ratios within 4 %", max(off) < 0.04),
     ]
-    return Figure("mooncake_table_1", "Data sets of the end-to-end experiments", "mooncake", statements, table)
+    return Figure("Data sets of the end-to-end experiments", statements, table)
 
 
 def section_8(inputs: Inputs) -> Figure:
     """Share of the prompts that can be used again, with room for everything."""
     traces = {name: x for name, x in _traces(inputs).items() if "k" not in name.split("-")[-1]}
-    found = {name: reuse(requests) for name, requests in traces.items()}
+    found = {name: reuse(requests)[0] for name, requests in traces.items()}
     parts = 6
-    trace = sorted(conversation(inputs), key=lambda request: request.arrival)
-    by_time = _reuse_by_time(trace, parts)
+    by_time = reuse(conversation(inputs), parts)
     ours = 100 * found["conversation trace"]
     why = (
         f"the trace is an hour from an empty cache: {100 * by_time[0]:.0f} % in its first 10 minutes, "
@@ -221,18 +220,4 @@ def section_8(inputs: Inputs) -> Figure:
         axes.set(xlabel="sixth of the conversation trace", ylabel="tokens used again, %")
 
     title = "How much of the KV cache can be used again, with room for everything"
-    return Figure("mooncake_section_8", title, "mooncake", statements, table, draw)
-
-
-def _reuse_by_time(trace: list[WorkloadRequest], parts: int) -> list[float]:
-    """Return, for each part of a trace, the share of tokens that it or any part before it has computed."""
-    seen, found = set[int](), []
-    for part in np.array_split(np.arange(len(trace)), parts):
-        cached = tokens = 0
-        for request in (trace[at] for at in part.tolist()):
-            known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
-            cached += min(known * request.block_size, request.prompt_tokens)
-            tokens += request.prompt_tokens
-            seen.update(request.blocks)
-        found.append(cached / tokens)
-    return found
+    return Figure(title, statements, table, draw)

@@ -59,19 +59,14 @@ DATASETS = {
 }
 
 
-def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) -> list[WorkloadRequest]:
-    """Make `count` requests of a data set, in random order, which all arrive at 0.
-
-    Args:
-      questions: of a document; None: the data set's own.
-    """
+def dataset(name: str, count: int, seed: int = 0) -> list[WorkloadRequest]:
+    """Make `count` requests of a data set, in random order, which all arrive at 0."""
     about, rng = DATASETS[name], np.random.default_rng(seed)
-    each = questions or about.questions
-    documents = about.prefixes or math.ceil(count / each)
+    documents = about.prefixes or math.ceil(count / about.questions)
     tokens = _lengths(rng, about.prompt, about.prompt_spread, documents)
     asked = rng.permutation(np.resize(np.arange(documents), count))
     outputs = _lengths(rng, about.output, about.output_spread, count)
-    shared = tokens // 2 if about.prefixes else tokens - QUESTION if each > 1 else np.zeros_like(tokens)
+    shared = tokens // 2 if about.prefixes else tokens - QUESTION if about.questions > 1 else np.zeros_like(tokens)
     blocks = shared // TRACE_BLOCK
     first = np.concatenate([[0], np.cumsum(blocks)])
     return [
@@ -82,10 +77,10 @@ def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) 
     ]
 
 
-def poisson(inputs: Inputs, name: str, rate: float, count: int, questions: int | None = None) -> list[WorkloadRequest]:
+def poisson(inputs: Inputs, name: str, rate: float, count: int) -> list[WorkloadRequest]:
     """A data set whose requests arrive as a Poisson process; the same ones at all rates."""
     count = min(count, _QUICK // 2) if inputs.quick else count
-    return arrive_at_rate(dataset(name, count, inputs.seed, questions), rate, inputs.seed)
+    return arrive_at_rate(dataset(name, count, inputs.seed), rate, inputs.seed)
 
 
 def _lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> np.ndarray:
@@ -173,13 +168,20 @@ def token_rate(requests: List[WorkloadRequest]) -> float:
     return sum(request.prompt_tokens for request in requests) / max(request.arrival for request in requests)
 
 
-def reuse(requests: List[WorkloadRequest]) -> float:
-    """Share of the prompts' tokens that earlier prompts have computed, with room for all of them and no wait."""
-    seen = set[int]()
-    cached = tokens = 0
-    for request in sorted(requests, key=lambda request: request.arrival):
-        known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
-        cached += min(known * request.block_size, request.prompt_tokens)
-        tokens += request.prompt_tokens
-        seen.update(request.blocks)
-    return cached / tokens
+def reuse(requests: List[WorkloadRequest], parts: int = 1) -> list[float]:
+    """Shares `[parts]` of the prompts' tokens that earlier prompts have computed, with room for all and no wait.
+
+    Args:
+      parts: into which the requests are divided by their arrivals; each finds what it or any before it has computed.
+    """
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    seen, found = set[int](), []
+    for part in np.array_split(np.arange(len(ordered)), parts):
+        cached = tokens = 0
+        for request in (ordered[at] for at in part.tolist()):
+            known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
+            cached += min(known * request.block_size, request.prompt_tokens)
+            tokens += request.prompt_tokens
+            seen.update(request.blocks)
+        found.append(cached / tokens)
+    return found

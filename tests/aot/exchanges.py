@@ -72,31 +72,33 @@ def test_every_permute_is_hidden(compute: Callable[..., object], ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bytes_on_the_wire(ranks: int) -> None:
-    """Long keys and values travel as one message; KV heads as they are; KVP's bytes don't depend on the keys."""
+    """Long keys and values travel as one message; KV heads as they are."""
     assert [x.sent for x in permutes(ring_pass_kv, ranks)] == [KV_BYTES] * (ranks - 1)
     assert [x.sent for x in permutes(ring_pass_q, ranks)] == [T * HEADS * SIZE * 2] * (ranks - 1)
     (home,) = (x for x in collectives(program(ring_pass_q, ranks).as_text(), ranks) if x.opcode == "all-to-all")
     assert home.sent == (ranks - 1) * STATE_BYTES
+
+
+@pytest.mark.slow
+def test_kvp_gathers_states() -> None:
+    """Their bytes do not depend on the keys."""
+    ranks = 3
     gather = program(functools.partial(kvp_attention, merge="gather"), ranks, rows=64, replicated=True)
     assert [(x.opcode, x.sent) for x in collectives(gather.as_text(), ranks)] == [
         ("all-gather", (ranks - 1) * STATE_BYTES * 64 / T)
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "ranks", "overlap", "workers"),
     [
         (ring_pass_kv, 2, "multiprocessors", 128),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (ring_pass_q, 2, "multiprocessors", 128),
-                (ring_pass_kv, 2, "copy_engines", 132),
-                (ring_pass_kv, 2, None, 132),
-                (ring_pass_kv, 1, "multiprocessors", 132),
-                (all_gather_kv, 2, "multiprocessors", 132),
-            )
-        ),
+        (ring_pass_q, 2, "multiprocessors", 128),
+        (ring_pass_kv, 2, "copy_engines", 132),
+        (ring_pass_kv, 2, None, 132),
+        (ring_pass_kv, 1, "multiprocessors", 132),
+        (all_gather_kv, 2, "multiprocessors", 132),
     ],
 )
 def test_kernels_beside_hops_leave_multiprocessors_to_nccl(
@@ -169,6 +171,7 @@ def test_the_naive_ring_fails_these_tests() -> None:
     assert eight - four > 3 * KV_BYTES
 
 
+@pytest.mark.slow
 def test_all_gather_is_one_message_of_keys_and_values() -> None:
     found = collectives(program(all_gather_kv, 3).as_text(), 3)
     assert {x.opcode for x in found} == {"all-gather"}

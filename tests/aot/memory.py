@@ -104,6 +104,7 @@ def check_fit(
         assert about.argument_size_in_bytes + about.temp_size_in_bytes <= found.limit
 
 
+@pytest.mark.slow
 def test_pages_leave_room_for_the_programs_of_a_small_device(capfd: pytest.CaptureFixture[str]) -> None:
     llama = LlamaConfig(1024, 512, 1024, 1, 8, 2, 128, max_positions=8192)
     check_fit(llama, EngineConfig(token_budget=128, max_running=16, max_logprobs=0), GIB // 4, 8192, capfd)

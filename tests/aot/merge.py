@@ -11,7 +11,7 @@ import pytest
 from h100 import h100_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from machine_code import MachineCode, check_any
+from machine_code import VERSIONS, MachineCode, check_any
 
 from benchmarks import cuda_tools, merge_model, sass
 from benchmarks.sass import Instruction
@@ -70,7 +70,7 @@ def test_pieces_are_read_together(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     jax.clear_caches()
     ptx = compile_merge(num_tokens, head_size, tmp_path)
-    for version in cuda_tools.VERSIONS:
+    for version in VERSIONS:
         assembled = cuda_tools.assemble(ptx, version)
         program = sass.parse(assembled.sass)
         check_any(MachineCode(ptx, assembled, program))  # no spill

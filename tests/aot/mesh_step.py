@@ -207,9 +207,8 @@ def test_more_steps_have_the_expected_collectives(case: Case) -> None:
 @pytest.mark.parametrize(
     "level",
     [
-        SamplingLevel.TEMPERATURE,
-        SamplingLevel.FILTERS,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (SamplingLevel.GREEDY, SamplingLevel.LOGPROBS)),
+        pytest.param(x, marks=() if x is SamplingLevel.TEMPERATURE else pytest.mark.slow)
+        for x in (SamplingLevel.GREEDY, SamplingLevel.TEMPERATURE, SamplingLevel.FILTERS, SamplingLevel.LOGPROBS)
     ],
     ids=lambda level: level.name,
 )

@@ -27,9 +27,9 @@ FAST: dict[str, dict[str, Any]] = {
         "q_segments": DOCUMENTS,
         "kv_segments": DOCUMENTS,
     },
-    "window": {"window": (20, 0)},
 }
 SLOW: dict[str, dict[str, Any]] = {
+    "window": {"window": (20, 0)},
     "rows that see nothing": {"q_positions": np.arange(100) - 30},
     "cached prefix": {"length": 30, "kv_length": 120, "q_positions": np.arange(90, 120)},
     "several tiles": {"length": 300, "kv_length": 300},

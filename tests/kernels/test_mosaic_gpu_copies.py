@@ -171,6 +171,7 @@ def name_rows(tokens: int, heads: int) -> jax.Array:
 
 
 plan_paged = jax.jit(paged.plan_mosaic_gpu)
+plan_contiguous = jax.jit(contiguous.plan_mosaic_gpu, static_argnums=(0, 1, 4))
 TOKENS, SEQUENCES, KV_HEADS = 100, 6, 2
 
 
@@ -226,7 +227,7 @@ def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: 
         Tokens(jnp.broadcast_to(jnp.arange(n), (2, n)) + past, jnp.zeros((2, n), jnp.int32))
         for n, past in ((length, kv_length // 2), (kv_length, 0))
     ]
-    plan = contiguous.plan_mosaic_gpu(q.shape, k.shape, *tokens, AttentionRule(True, 1.0))
+    plan = plan_contiguous(q.shape, k.shape, *tokens, AttentionRule(True, 1.0))
     q, operands, _, work, config, _ = arguments_of_kernel(
         contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, AttentionRule(True, 1.0), plan
     )

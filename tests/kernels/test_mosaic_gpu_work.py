@@ -1,5 +1,6 @@
 """Tiles, their blocks and the workers' shares, in numpy: every visible block once, and every piece once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from longctx.kernels.paged_attention.mosaic_gpu import max_rows, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
 Part = tuple[int, list[int], list[int]]
+share_equally, share_whole = (jax.jit(f, static_argnums=(1, 2)) for f in (equal_shares, whole_items))
+plan_paged = jax.jit(plan_mosaic_gpu, static_argnums=(1, 2), static_argnames="reserved_multiprocessors")
 
 
 def blocks_of(work: Work) -> tuple[dict[tuple[int, int], list[Part]], list[int]]:
@@ -62,7 +65,7 @@ def check_blocks(tiles: Tiles, heads: int, found: dict[tuple[int, int], list[Par
 @given(drawn_tiles(), st.sampled_from([1, 3]), st.sampled_from([1, 4, 20]))
 @settings(max_examples=6)
 def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_workers: int) -> None:
-    work = equal_shares(tiles, heads, num_workers)
+    work = share_equally(tiles, heads, num_workers)
     found, loads = blocks_of(work)
     check_blocks(tiles, heads, found)
     assert work.pieces is not None
@@ -80,7 +83,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_worke
 @given(drawn_tiles(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 4, 20]))
 @settings(max_examples=6)
 def test_whole_items_are_distributed_longest_first(tiles: Tiles, heads: int, num_workers: int) -> None:
-    work = whole_items(tiles, heads, num_workers)
+    work = share_whole(tiles, heads, num_workers)
     found, loads = blocks_of(work)
     assert sorted(found) == [*np.ndindex(heads, len(tiles.start))]
     assert all(len(parts) == 1 for parts in found.values())
@@ -116,7 +119,7 @@ def rule_of(case: Case) -> AttentionRule:
 
 
 @given(cases(st.just(((), 300, 700, 1, 1, 64)), ("causal", "all", "window", "both sides")))
-@settings(max_examples=16)
+@settings(max_examples=8)
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
@@ -143,14 +146,12 @@ def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
 
 PAGED = [
     Shape(rows=90, heads=6, kv_heads=2, size=64, page_size=16, sequences=5, entries=30, index_given=True),
-    Shape(rows=40, heads=1, kv_heads=1, size=64, page_size=64, sequences=9, entries=8, index_given=False),
-    Shape(rows=33, heads=8, kv_heads=2, size=64, page_size=32, sequences=6, entries=5, index_given=False),
-    Shape(rows=25, heads=7, kv_heads=1, size=64, page_size=16, sequences=4, entries=9, index_given=True),
+    Shape(rows=25, heads=7, kv_heads=1, size=64, page_size=32, sequences=4, entries=9, index_given=False),
 ]
 
 
 @given(paged_cases(PAGED), st.sampled_from([None, 1, 90]))
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None) -> None:
     """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees.
 
@@ -161,8 +162,8 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
     operands = check_paged_operands(*arrays, **metadata)
     group = case.q.shape[1] // case.k_pages.shape[2]
     with interpreted():
-        plan = plan_mosaic_gpu(operands, None, max_rows_per_sequence)
-        beside_hops = plan_mosaic_gpu(operands, None, max_rows_per_sequence, reserved_multiprocessors=1)
+        plan = plan_paged(operands, None, max_rows_per_sequence)
+        beside_hops = plan_paged(operands, None, max_rows_per_sequence, reserved_multiprocessors=1)
     assert (len(plan.work.workers), len(beside_hops.work.workers)) == (2, 1)
     table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.seen[0]))
     config = TileConfig.choose(64, last.shape[1])

@@ -57,7 +57,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (jnp.float32, jnp.float16))]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_promoted_that_strict_types_refuse(name: str, dtype: Any) -> None:
     function, arrays = CALLS[name]

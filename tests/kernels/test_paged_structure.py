@@ -19,7 +19,11 @@ pytestmark = pytest.mark.usefixtures("users_fusions")
 
 @pytest.mark.parametrize(
     ("dtype", "is_fp8"),
-    [pytest.param(jnp.float32, False, marks=pytest.mark.slow), (jnp.bfloat16, False), (jnp.bfloat16, True)],
+    [
+        pytest.param(jnp.float32, False, marks=pytest.mark.slow),
+        (jnp.bfloat16, False),
+        pytest.param(jnp.bfloat16, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_of_several_layers_is_in_place(dtype: Any, is_fp8: bool) -> None:
     compiled = step.lower(*arguments(jnp.dtype(dtype), is_fp8=is_fp8)).compile()

@@ -163,6 +163,7 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(hub: LoopbackHub, tmp_path: 
         assert_has(result, "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_resumed_where_it_broke(tmp_path: Path) -> None:
     """To the 10 MiB that the client takes at a time."""
     weights = bytes(range(256)) * (21 * 2**12)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hlo import copied_bytes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint
@@ -41,7 +41,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 @given(num_layers=st.integers(1, 16), data=st.data())
-@settings(max_examples=50)
 def test_a_run_is_one_place_of_all_stages(num_layers: int, data: st.DataObject) -> None:
     """In the order of the places, and with the same quantised weights as stacked runs have."""
     stages = data.draw(st.integers(1, num_layers))
@@ -55,7 +54,7 @@ def test_a_run_is_one_place_of_all_stages(num_layers: int, data: st.DataObject) 
     assert [*layer_runs(config, Stacking(stages, apart=True))] == places
 
 
-@pytest.mark.parametrize("modules", [None, "ffn"])
+@pytest.mark.parametrize("modules", [pytest.param(None, marks=pytest.mark.slow), "ffn"])
 def test_logits_and_weights_are_those_of_stacked_layers(modules: str | None, tmp_path: Path) -> None:
     (model, stacked), (_, apart) = make(modules), make(modules, apart=True)
     assert {x.shape[0] for x in jax.tree.leaves(apart["layers"])} == {1}
@@ -67,7 +66,9 @@ def test_logits_and_weights_are_those_of_stacked_layers(modules: str | None, tmp
     assert_same(load_checkpoint(tmp_path, apart=True)[1], apart)
 
 
-@pytest.mark.parametrize(("modules", "num_layers", "stages"), [(None, 4, 2), ("ffn", 6, 2), (None, 4, 3)])
+@pytest.mark.parametrize(
+    ("modules", "num_layers", "stages"), [("ffn", 6, 2), pytest.param(None, 4, 3, marks=pytest.mark.slow)]
+)
 def test_layers_of_stages_run_in_the_order_of_the_model(
     modules: str | None, num_layers: int, stages: int, tmp_path: Path
 ) -> None:
@@ -80,8 +81,7 @@ def test_layers_of_stages_run_in_the_order_of_the_model(
         np.testing.assert_allclose(model(loaded, TOKENS), model(params, TOKENS), atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (3, 1, 1)])
-@pytest.mark.parametrize("modules", [None, "ffn"])
+@pytest.mark.parametrize(("modules", "sizes"), [("ffn", (2, 1, 2)), (None, (3, 1, 1))])
 def test_every_form_is_sharded_alike(modules: str | None, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     """Stacks that are taken apart, apart layers of one device, and those that were loaded for the mesh."""
     (model, stacked), (_, apart), mesh = make(modules), make(modules, apart=True), make_mesh(*sizes)
@@ -143,7 +143,7 @@ def test_weights_are_not_copied_out_of_a_stack() -> None:
 @pytest.mark.parametrize(
     ("plan", "modules"),
     [
-        (ParallelPlan(), None),
+        pytest.param(ParallelPlan(), None, marks=pytest.mark.slow),
         (ParallelPlan(stage=3, tensor=2), None),  # stages do not divide the layers
         pytest.param(ParallelPlan(stage=2, context=2, tensor=2), "ffn", marks=pytest.mark.slow),
     ],

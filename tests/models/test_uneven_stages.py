@@ -108,7 +108,7 @@ def test_parameters_of_one_mesh_serve_another_and_are_saved(tmp_path: Path) -> N
     for stages in (2, 3):
         _, loaded = load_checkpoint(tmp_path / "one", make_mesh(stages, 1, 1))
         assert {x.shape[0] for x in jax.tree.leaves(loaded["layers"])} == {6}
-        for others in (1, 2, 3, 5):
+        for others in (1, 3, 5):
             mesh = make_mesh(others, 1, 1)
             assert_same(shard_params(loaded, CONFIG, mesh), shard_params(params, CONFIG, mesh))
         save_checkpoint(tmp_path / "again", model, loaded, max_shard_bytes=50_000)
@@ -135,7 +135,7 @@ def test_abstract_params_hold_the_largest_stage() -> None:
     assert stack["wq"].sharding.shard_shape(stack["wq"].shape) == (2, 64, 4, 8)
 
 
-@pytest.mark.parametrize("modules", [None, "ffn"])
+@pytest.mark.parametrize("modules", [None, pytest.param("ffn", marks=pytest.mark.slow)])
 def test_processes_stack_what_each_of_them_holds(modules: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of one device, which every process has, are stacked for the stages before each takes its part."""
     model, params = make(modules)

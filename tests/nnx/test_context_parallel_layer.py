@@ -40,6 +40,7 @@ def layer(mesh: Any, kv_heads: int = 2, **options: Any) -> ContextParallelAttent
     return made
 
 
+@nnx.jit(static_argnames="causal")
 def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, causal: bool = True) -> Array:
     """The same in plain JAX, on one device."""
 
@@ -182,7 +183,7 @@ def test_mesh_of_set_mesh_with_data_parallelism(types: tuple[AxisType, ...]) -> 
     np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("types", [pytest.param(AxisType.Explicit, marks=pytest.mark.slow), AxisType.Auto])
 def test_the_cache_can_be_made_inside_of_jit(types: AxisType) -> None:
     mesh = jax.make_mesh((3,), ("context",), axis_types=(types,), devices=jax.devices()[:3])
     init = nnx.jit(lambda module: module.init_cache(2, 12))

@@ -241,7 +241,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         from_nnx(MODEL)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("types", [pytest.param(AxisType.Explicit, marks=pytest.mark.slow), AxisType.Auto])
 def test_modules_can_be_made_inside_of_a_trace(types: AxisType) -> None:
     make = lambda mesh=None: to_nnx(MODEL, MODEL.init(jax.random.key(0)), mesh, fsdp=True)  # noqa: E731
     shape = lambda module: module.params["embed"].shape  # noqa: E731

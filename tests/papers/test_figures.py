@@ -17,28 +17,26 @@ from papers.figures.registry import Registered, registered
 from papers.figures.results import read_result, write_figure
 
 FIGURES = registered()
+# Those that take a second.
+SLOW = {*(f"mooncake_figure_{i}" for i in (6, 9, 10, 11)), "mooncake_table_2", "medha_figure_15", "medha_figure_17"}
+TOY = Registered("meta", "toy", "figure_1")
 NUMBER = Statement("1", "TTFT of 1M tokens", 2.0, 1.5, "s", "no host")
 ORDERING = ordering("2", "a | b", 1 < 2)
 
 
-def toy_figure(inputs: Inputs, number: str = "1") -> Figure:
+def toy_figure(inputs: Inputs) -> Figure:
     table = [{"tokens": 1000, "seconds": 1 / 3}, {"tokens": 2000, "gpus": None}]
-    name = f"meta_figure_{number}"
-    return Figure(name, "A toy", "meta", [NUMBER, ORDERING], table, lambda axes: axes.plot([1, 2], [2, 1]))
+    return Figure("A toy", [NUMBER, ORDERING], table, lambda axes: axes.plot([1, 2], [2, 1]))
 
 
 class ToyModule:
     """In the place of a module of figures."""
 
-    figure_1 = staticmethod(toy_figure)
+    figure_1 = figure_3 = staticmethod(toy_figure)
 
     @staticmethod
     def figure_2(inputs: Inputs) -> Figure:
         raise RuntimeError("the second has a fault")
-
-    @staticmethod
-    def figure_3(inputs: Inputs) -> Figure:
-        return toy_figure(inputs, "3")
 
 
 def forget() -> None:
@@ -48,13 +46,17 @@ def forget() -> None:
             getattr(value, "cache_clear", lambda: None)()
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=[figure.name for figure in FIGURES])
+@pytest.mark.parametrize(
+    "figure",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.name in SLOW)) for x in FIGURES],
+    ids=[figure.name for figure in FIGURES],
+)
 def test_every_figure_is_computed(figure: Registered, tmp_path: Path) -> None:
     computed = figure.compute(Inputs(quick=True))
     assert computed.statements or computed.table
     assert computed.title
     assert all(statement.paper and len(statement.why.splitlines()) <= 1 for statement in computed.statements)
-    write_figure(computed, tmp_path, is_from_data=False)
+    write_figure(figure, computed, tmp_path, is_from_data=False)
     assert len((tmp_path / "simulation" / f"{figure.name}.csv").read_text().splitlines()) == len(computed.table) + 1
     result = read_result(figure, tmp_path)
     assert result is not None
@@ -66,7 +68,7 @@ def test_a_figure_is_the_same_when_it_is_computed_again(tmp_path: Path) -> None:
     [figure] = registered([name])
     for folder in "ab":
         forget()
-        write_figure(figure.compute(Inputs(quick=True)), tmp_path / folder, is_from_data=False)
+        write_figure(figure, figure.compute(Inputs(quick=True)), tmp_path / folder, is_from_data=False)
     one, other = ({path.name: path.read_bytes() for path in (tmp_path / at / "simulation").iterdir()} for at in "ab")
     assert one == other
     assert f"{name}.csv" in one
@@ -129,8 +131,8 @@ def test_the_share_is_counted_without_corrected_rows_too(tmp_path: Path) -> None
         ([near, far], "Of the predicted ones 1 of 2 (50.0%) are; 1 of 2 (50.0%) without the 0 that"),
         ([*corrected([near]), far, fitted], "1 of 2 (50.0%) are; 0 of 1 (0.0%) without the 1 that"),
     ):
-        write_figure(Figure("meta_figure_1", "A toy", "meta", statements, []), tmp_path, is_from_data=False)
-        result = read_result(Registered("meta", "toy", "figure_1"), tmp_path)
+        write_figure(TOY, Figure("A toy", statements, []), tmp_path, is_from_data=False)
+        result = read_result(TOY, tmp_path)
         assert result is not None
         write_pages({"meta": [result]}, tmp_path)
         assert said in (tmp_path / "README.md").read_text()
@@ -138,8 +140,8 @@ def test_the_share_is_counted_without_corrected_rows_too(tmp_path: Path) -> None
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     figure = toy_figure(Inputs())
-    write_figure(figure, tmp_path, is_from_data=True, png=True)
-    result = read_result(Registered("meta", "toy", "figure_1"), tmp_path)
+    write_figure(TOY, figure, tmp_path, is_from_data=True, png=True)
+    result = read_result(TOY, tmp_path)
     assert result is not None
     assert (result.title, result.statements, result.is_from_data) == ("A toy", figure.statements, True)
     assert result.has_drawing == plotting.can_draw()

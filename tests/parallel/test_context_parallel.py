@@ -46,7 +46,7 @@ def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, *
 
 
 @pytest.mark.parametrize(
-    "method", ["pass_q", *(pytest.param(x, marks=pytest.mark.slow) for x in METHODS if x != "pass_q"), "auto"]
+    "method", ["pass_q", *(pytest.param(x, marks=pytest.mark.slow) for x in (*METHODS, "auto") if x != "pass_q")]
 )
 def test_one_axis_and_a_cached_prefix(method: str) -> None:
     """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
@@ -54,7 +54,13 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
     compare(make_mesh(context=5), *arrays(4, 2, 37, 21), method=method, layout="zigzag", **positions)
 
 
-@pytest.mark.parametrize(("layout", "window"), [("contiguous", (6, 0)), ("zigzag", (4, 0)), ("striped", (2, 1))])
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        ("contiguous", (6, 0)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("zigzag", (4, 0)), ("striped", (2, 1)))),
+    ],
+)
 def test_window(layout: str, window: tuple[int, int]) -> None:
     """Few hops of the ring are left; heads are sharded, too, and sinks with them."""
     q, k, v = arrays(4, 2, 45, 0)

@@ -19,7 +19,6 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("program", "environment", "devices"),
     [
-        ("cpu_devices(8)", {}, 8),
         ("cpu_devices(4); cpu_devices(8); cpu_devices(2)", {}, 8),
         ("cpu_devices(4)", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, 4),
     ],
@@ -65,7 +64,6 @@ jax.devices = devices
     ("program", "found", "says"),
     [
         ("use_devices(4)", "4 cpu", "use_devices(4): 4 CPU devices, as there is no accelerator"),
-        (f"{FAKE.format(count=8)}use_devices(8)", "8 gpu", "use_devices(8): 8 devices of NVIDIA H100 80GB HBM3"),
         (f"{FAKE.format(count=8)}use_devices(4)", "8 gpu", "use_devices(4): 8 devices of NVIDIA H100 80GB HBM3"),
         (
             f"{FAKE.format(count=1)}use_devices(8)",

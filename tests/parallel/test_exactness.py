@@ -125,14 +125,14 @@ def kinds(exchange: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("exchange", "ranks", "ratio"), SUBSET)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=6)
+@settings(max_examples=5)
 def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.DataObject, seed: int) -> None:
     check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
 
 
-@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "pass_q", "all_gather", "kvp_gather"))
+@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather"))
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_window_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
     tokens = data.draw(cases.tokens(3, kinds(exchange)))
     check(exchange, 3, 4, tokens, seed, value_size=5, sinks=True, window=(9, 0), logits_soft_cap=1.5)
@@ -173,7 +173,7 @@ def test_no_queries_or_no_keys_anywhere(exchange: str, lengths: tuple[int, int])
     check(exchange, 2, 4, empty, 0, lengths=lengths)
 
 
-@pytest.mark.parametrize("exchange", thinned(("pass_kv", "pass_q", "all_gather", "kvp_gather"), "pass_kv", "pass_q"))
+@pytest.mark.parametrize("exchange", thinned(("pass_kv", "pass_q", "all_gather", "kvp_gather"), "pass_q"))
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=3)
 def test_without_a_causal_mask(exchange: str, data: st.DataObject, seed: int) -> None:

@@ -51,7 +51,8 @@ def test_as_one_stage_after_another(stages: int, num_chunks: int) -> None:
     rng = np.random.default_rng(stages)
     weights = jnp.asarray(rng.normal(size=(stages, SIZE, SIZE)), jnp.float32)
     chunks = jnp.asarray(rng.normal(size=(num_chunks, 4, SIZE)), jnp.float32)
-    for ours, theirs in zip(pipelined(stages, weights, chunks), one_after_another(weights, chunks), strict=True):
+    got = jax.jit(functools.partial(pipelined, stages))(weights, chunks)
+    for ours, theirs in zip(got, jax.jit(one_after_another)(weights, chunks), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -61,7 +62,7 @@ def test_gradients() -> None:
     weights = jnp.asarray(rng.normal(size=(3, SIZE, SIZE)), jnp.float32)
     chunks = jnp.asarray(rng.normal(size=(4, 2, SIZE)), jnp.float32)
     ours, theirs = (
-        jax.grad(lambda w, x, f=f: jnp.sum(jnp.sin(f(w, x)[1])), (0, 1))(weights, chunks)
+        jax.jit(jax.grad(lambda w, x, f=f: jnp.sum(jnp.sin(f(w, x)[1])), (0, 1)))(weights, chunks)
         for f in (functools.partial(pipelined, 3), one_after_another)
     )
     for mine, other in zip(ours, theirs, strict=True):

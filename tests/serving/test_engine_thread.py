@@ -339,7 +339,7 @@ def test_a_burst_of_deadlines_is_not_let_in_against_one_estimate() -> None:
     engine = make_engine(policy="fcfs", prefix_cache=False)
     thread = controlled()(engine)
     prompts = [[i + 1] * 80 for i in range(16)]
-    alone = engine.scheduler.forecast.prefill_seconds(0, 80)
+    alone = engine.scheduler.forecast.time.prefill_seconds(0, 80)
     refusals = []
     for prompt in prompts:
         prepared = engine.prepare(Request(prompt, SamplingParams(max_tokens=1), ttft_deadline=4 * alone))

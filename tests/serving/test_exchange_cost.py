@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,7 +128,7 @@ def test_wrong_topologies_are_refused() -> None:
 def test_exchange_costs_are_plain_data() -> None:
     cost = gtt().exchange
     assert cost is not None
-    assert ExchangeCost.from_dict(dataclasses.asdict(cost)) == cost
+    assert msgspec.convert(dataclasses.asdict(cost), ExchangeCost) == cost
     assert cost.hardware == dataclasses.replace(GTT.hardware("context"))
     assert Hardware(**dataclasses.asdict(cost.hardware)) == cost.hardware
 

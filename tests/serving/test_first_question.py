@@ -1,13 +1,9 @@
 """A chat that comes while a long prompt is read, with the default settings, on machines of any speed."""
 
 import dataclasses
-from statistics import median
 
-import jax
 import pytest
 
-from benchmarks.first_question import ANSWER, PROMPT, compare, run_pair
-from longctx.models import Llama
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, Slo
@@ -16,6 +12,7 @@ from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
+PROMPT, ANSWER = 4328, 8  # tokens
 SMOLLM2 = LlamaConfig(
     num_layers=30, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64,
     vocab_size=49_152, max_positions=8192, tie_embeddings=True,
@@ -89,19 +86,3 @@ def test_predictions_count_the_rows_that_a_program_computes() -> None:
     for buckets in ((8, 8), (16, 8), (0, 8)):
         with pytest.raises(ValueError, match="buckets must be positive and ascending"):
             dataclasses.replace(exact, buckets=buckets)
-
-
-@pytest.mark.slow
-def test_the_pair_on_devices_by_counts_of_steps() -> None:
-    """The engine itself, a quarter of the layers: the answer takes few steps, none with a large chunk."""
-    config = dataclasses.replace(SMOLLM2, num_layers=8)
-    model = Llama(config)
-    params = model.init(jax.random.key(0))
-    static, adaptive = (run_pair(model, params, chunking, 2048, later=0.0) for chunking in ("static", "adaptive"))
-    assert {len(x.tokens) for x in (static, adaptive)} == {ANSWER}
-    # Those that were in flight, its own prompt's and one for each later token.
-    assert adaptive.steps <= 2 + 1 + ANSWER
-    assert adaptive.beside
-    assert max(adaptive.beside) <= 128 < 256 <= max(static.beside)
-    assert median(adaptive.beside) <= 64
-    assert compare([static, adaptive])

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -19,6 +21,7 @@ print(len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=T
 """
 
 
+@pytest.mark.slow
 def test_layers_beyond_what_may_be_in_flight() -> None:
     """XLA would end the process after 40 seconds in which a device waits for the others."""
     program = PROGRAM.format(devices=3, layers=40, plan="tensor=3")

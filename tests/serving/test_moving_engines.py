@@ -271,6 +271,7 @@ def fp8_pair() -> Pair:
     return Pair(STAGES, RANKS, kv_dtype=FP8_KV)
 
 
+@pytest.mark.slow
 def test_requests_with_fp8_pages_move(fp8_pair: Pair) -> None:
     """Locally and over sockets: pages come as they were, values and scales, bit by bit."""
     sampling = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=LOGPROBS)
@@ -303,6 +304,7 @@ def test_requests_with_fp8_pages_move(fp8_pair: Pair) -> None:
         assert gets.stats.outcomes["complete"] > 0
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_kv_dtype_is_refused(pair: Pair, fp8_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """The message names both dtypes, and the request is computed again."""
     pairs = pair, fp8_pair

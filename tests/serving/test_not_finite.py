@@ -54,7 +54,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(value: float, params
     [
         ParallelPlan(1, 2, 1, exchange="pass_kv", placement="interleave"),
         pytest.param(ParallelPlan(1, 2, 1, exchange="pass_q", placement="interleave"), marks=pytest.mark.slow),
-        ParallelPlan(2, 1, 2),
+        pytest.param(ParallelPlan(2, 1, 2), marks=pytest.mark.slow),
     ],
     ids=["pass_kv", "pass_q", "stages and tensor"],
 )
@@ -64,12 +64,10 @@ def test_logits_that_are_not_finite_end_their_request_alone_on_meshes(plan: Para
     check(engine, SIX)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
-    [
-        ParallelPlan(1, 2, 1, exchange="pass_kv", placement="interleave"),
-        pytest.param(ParallelPlan(), marks=pytest.mark.slow),
-    ],
+    [ParallelPlan(1, 2, 1, exchange="pass_kv", placement="interleave"), ParallelPlan()],
     ids=["pass_kv", "one device"],
 )
 def test_a_row_of_nan_in_fp8_pages_reaches_its_request_alone(plan: ParallelPlan) -> None:

@@ -34,8 +34,6 @@ new MutationObserver((changes) => {
 """
 # The classes of each stack's bars.
 STACKS = "(all) => all.map((one) => [...one.querySelectorAll('rect')].map((bar) => bar.getAttribute('class')))"
-# Whatever reaches beyond the window's right edge.
-OUTSIDE = "(all) => all.filter((x) => x.getBoundingClientRect().right > innerWidth + 0.5).map((x) => x.outerHTML)"
 MARKUP = '<img src="x" onerror="window.hacked = 1"><script>window.hacked = 2</script><b>bold</b>'
 # Drops a file where a user would.
 DROP = """
@@ -219,17 +217,6 @@ def test_stopping_a_question_ends_it_on_the_server(browser: Browser, server: Ser
         expect(conversation.get_by_role("button", name="Ask", exact=True)).to_be_enabled()
 
 
-def test_what_the_server_refuses_is_said(browser: Browser, server: ServeProcess) -> None:
-    with Viewed(browser, server.url) as viewed:
-        conversation = viewed.conversation()
-        drop(conversation, "binary.bin", "a\0b")
-        expect(conversation.locator(".document .name")).to_have_text("binary.bin is not a text file.")
-        drop(conversation, "too long.txt", "words " * 20_000)
-        ask(conversation, "Why?")
-        expect(conversation.locator(".failed .state")).to_have_text(re.compile(r"120,?0\d\d"))
-        viewed.errors = [error for error in viewed.errors if "400" not in error]  # Chromium's own line about the answer
-
-
 def test_the_page_asks_for_a_key_and_keeps_it_nowhere(browser: Browser) -> None:
     with ServeProcess("--api-key", "alice some-long-key") as server, Viewed(browser, server.url) as viewed:
         page, conversation = viewed.page, viewed.conversation()
@@ -253,66 +240,6 @@ def test_the_page_asks_for_a_key_and_keeps_it_nowhere(browser: Browser) -> None:
         page.reload()
         expect(page.locator("#connection")).to_contain_text("key")
         viewed.errors = [error for error in viewed.errors if "401" not in error]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1400])
-def test_it_fits_and_can_be_read_and_used_by_keyboard(
-    browser: Browser, server: ServeProcess, width: int, scheme: str
-) -> None:
-    with Viewed(browser, server.url, viewport={"width": width, "height": 900}, color_scheme=scheme) as viewed:
-        page, conversation = viewed.page, viewed.conversation()
-        expect(page.locator("#connection")).to_have_text("live")
-        conversation.get_by_role("button", name="Example: a note").click()
-        expect(conversation.get_by_label("Question")).to_be_focused()
-        page.keyboard.press("Enter")
-        expect(figures(conversation)).to_have_text(re.compile("first token after"))
-        page.get_by_text("Settings").click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.locator("main *, header *").evaluate_all(OUTSIDE) == []
-        dim = {words: ratio for words, ratio in page.evaluate(CONTRASTS) if ratio < 4.5}
-        assert dim == {}
-        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-        assert {"API key", "Longest answer", "Temperature", "Choose a text", "Question", "Ask"} - tabbed(page) == {
-            "Choose a text"  # there is a document
-        }
-
-
-def tabbed(page: Page) -> set[str]:
-    """Beginnings of the names of all that Tab comes to."""
-    names: set[str] = set()
-    wanted = ("API key", "Longest answer", "Temperature", "Choose a text", "Question", "Ask")
-    for _ in range(30):
-        page.keyboard.press("Tab")
-        name = page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).innerText?.trim() ?? ''")
-        names |= {one for one in wanted if name.startswith(one)}
-        if page.evaluate("document.activeElement === document.body"):
-            break
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", name
-    return names
-
-
-# [text, contrast of its colour to what is behind it] of all text that is shown.
-CONTRASTS = """
-() => {
-  const part = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
-  const rgba = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return { r, g, b, a }; };
-  const light = ({ r, g, b }) => 0.2126 * part(r / 255) + 0.7152 * part(g / 255) + 0.0722 * part(b / 255);
-  const found = [];
-  for (const one of document.querySelectorAll("body *")) {
-    const style = getComputedStyle(one);
-    const words = [...one.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data.trim()).join("");
-    if (!words || !one.getClientRects().length || one.disabled || one.closest("template, noscript, .skip")) continue;
-    let behind = one;
-    while (behind && rgba(getComputedStyle(behind).backgroundColor).a === 0) behind = behind.parentElement;
-    const colours = [style.color, getComputedStyle(behind ?? document.body).backgroundColor];
-    if (one.namespaceURI.endsWith("svg")) colours[0] = style.fill;
-    const [high, low] = colours.map((text) => light(rgba(text))).sort((a, b) => b - a);
-    found.push([words, (high + 0.05) / (low + 0.05)]);
-  }
-  return found;
-}
-"""
 
 
 def test_the_pages_own_requests_stay_on_the_server(browser: Browser, server: ServeProcess) -> None:

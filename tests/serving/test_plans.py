@@ -90,7 +90,7 @@ def test_thousands_of_events_with_little_memory(admission: str, placement: str) 
     plan = ParallelPlan(2, 3, exchange="auto", placement=placement, rank_tokens=30)
     engine = make_engine(28, 2, plan, admission=admission, buckets=(4, 16))
     workload = Workload(engine, 3)
-    workload.run(500)
+    workload.run(300)
     stats = engine.stats()
     assert stats.cached_tokens > 0
     assert stats.pages_evicted > 0

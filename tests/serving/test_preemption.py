@@ -35,7 +35,7 @@ def test_a_short_prompt_does_not_wait_for_the_pages_of_a_long_one(policy: str, c
     while long.computed < 1000:
         run.step()
     short = run.add(200, 1, ttft_deadline=0.5)
-    alone = run.scheduler.forecast.prefill_seconds(0, 200)
+    alone = run.scheduler.forecast.time.prefill_seconds(0, 200)
     assert first_token(run, short) < 4 * alone
     assert long.preemptions == 1
     run.run()
@@ -81,7 +81,7 @@ def test_decodes_are_not_preempted_for_urgency() -> None:
 def test_who_would_be_less_late_than_the_one_that_gives_way_waits() -> None:
     """The long prompt would miss its deadline if it had to compute again what it has computed: it goes on."""
     run = BareScheduler(ParallelPlan(), 100, admission="optimistic", policy="srpf")
-    needed = run.scheduler.forecast.prefill_seconds(0, 390)
+    needed = run.scheduler.forecast.time.prefill_seconds(0, 390)
     long = run.add(390, 1, ttft_deadline=1.2 * needed)  # nothing of it can be found in the cache
     while long.computed < 200:
         run.step()
@@ -96,7 +96,7 @@ def test_a_lower_priority_gives_way_whatever_its_slack() -> None:
     while low.computed < 200:
         run.step()
     high = run.add(100, 1, priority=1, ttft_deadline=10.0)
-    assert first_token(run, high) < run.scheduler.forecast.prefill_seconds(0, 390)
+    assert first_token(run, high) < run.scheduler.forecast.time.prefill_seconds(0, 390)
     assert low.preemptions == 1
     run.run()
 

@@ -48,7 +48,7 @@ def test_a_prompt_takes_what_was_predicted(tokens: int, rank_tokens: int | None,
     """TP 4 and 4 stages, as in Mnemosyne's figure 18; on 4 ranks."""
     plan = ParallelPlan(4, 4, 4, exchange, placement, rank_tokens)  # type: ignore[arg-type]
     instance = make_instance(plan, 4096, None)
-    predicted = instance.core.scheduler.forecast.prefill_seconds(0, tokens)
+    predicted = instance.core.scheduler.forecast.time.prefill_seconds(0, tokens)
     record = Simulation([instance]).run([WorkloadRequest(0.0, tokens, 1)])
     steps = [max(step.rank_seconds) for step in record.steps if step.chunks]
     assert predicted == pytest.approx(sum(steps), rel=0.03)
@@ -67,7 +67,7 @@ def test_the_rest_of_a_prompt_is_predicted_as_it_is_read() -> None:
     def note(record: object) -> None:
         for sequence in scheduler.running.prefilling:
             left.append(
-                (sequence.prefill_remaining, forecast.prefill_seconds(sequence.computed, sequence.length, None))
+                (sequence.prefill_remaining, forecast.time.prefill_seconds(sequence.computed, sequence.length, None))
             )
 
     Simulation([instance]).run([WorkloadRequest(0.0, 700_000, 1)], progress=note)
@@ -81,7 +81,7 @@ def test_who_is_on_more_ranks_is_promised_less_time() -> None:
     seconds = [
         make_instance(
             ParallelPlan(context=4, tensor=8, exchange="kvp", rank_tokens=limit), 4096, None
-        ).core.scheduler.forecast.prefill_seconds(0, 3_900_000)
+        ).core.scheduler.forecast.time.prefill_seconds(0, 3_900_000)
         for limit in (4_000_000, 1_000_000)
     ]
     assert seconds[1] < 0.6 * seconds[0]
@@ -116,5 +116,7 @@ def test_prompts_are_predicted_once_and_follow_the_correction(monkeypatch: pytes
         forecast.rescale_predictions(sequences)
         assert not predicted
         for sequence in sequences:
-            assert sequence.prefill_remaining == pytest.approx(forecast.prefill_seconds(0, sequence.length), rel=1e-9)
+            assert sequence.prefill_remaining == pytest.approx(
+                forecast.time.prefill_seconds(0, sequence.length), rel=1e-9
+            )
     assert [sequence.deadline for sequence in sequences] == deadlines

@@ -25,6 +25,7 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 from longctx.models.footprint import cache_bytes
 from longctx.parallel import make_mesh
 from longctx.serving import SamplingParams
+from longctx.serving.request.sampling_params import SamplingLevel
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
@@ -43,7 +44,9 @@ def compiled_step(dtype: object, layered: bool, num_layers: int = CONFIG.num_lay
     return compile_step(mesh, make_shape(mesh), dtype, config, layered=layered)
 
 
-@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "layered"), [(jnp.float32, True), pytest.param(jnp.bfloat16, False, marks=pytest.mark.slow)]
+)
 def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> None:
     compiled = compiled_step(dtype, layered)
     programs = compiled if layered else (compiled,)
@@ -57,6 +60,7 @@ def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> No
         assert not collectives(program.as_text(), 1)  # one device needs none
 
 
+@pytest.mark.slow
 def test_a_step_of_one_row_that_reads_one_page_updates_the_cache_in_place() -> None:
     mesh, config = make_mesh(), dataclasses.replace(CONFIG, max_positions=PAGE_SIZE)
     layer = compile_step(mesh, make_shape(mesh, (0, 0, 1)), jnp.float32, config, layered=True).layer
@@ -94,11 +98,16 @@ def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object, layered: bo
     np.testing.assert_allclose(*sizes, rtol=0.02)
 
 
-def test_sampling_counts_tokens_in_place() -> None:
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(x, marks=() if x is SamplingLevel.FILTERS else pytest.mark.slow) for x in SamplingLevel],
+    ids=lambda level: level.name,
+)
+def test_sampling_counts_tokens_in_place(level: SamplingLevel) -> None:
     """Of as many counts as there are slots times tokens, each program changes one for each token that it samples."""
     mesh, config = make_mesh(), dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE)
     counts = f"u32[{SLOTS},{VOCAB_SIZE}]"
-    for program in compile_sampling(mesh, make_shape(mesh, (0, 0, 4)), jnp.float32, config).values():
+    for program in compile_sampling(mesh, make_shape(mesh, (0, 0, 4)), jnp.float32, config, [level]).values():
         opcodes = set(re.findall(rf"= {re.escape(counts)}\S* ([a-z\-]+)\(", program.as_text()))
         assert "scatter" in opcodes
         assert opcodes <= IN_PLACE

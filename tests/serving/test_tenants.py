@@ -24,7 +24,9 @@ def order_of_ends(engine: Engine) -> list[Event]:
     return ends
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "policy", [pytest.param(x, marks=() if x in ("fcfs", "lrs") else pytest.mark.slow) for x in sorted(POLICIES)]
+)
 def test_a_thousand_prompts_do_not_starve_one(policy: str) -> None:
     engine = make_engine(policy=policy, prefix_cache=False)
     submit(engine, "many", 300)

@@ -105,6 +105,7 @@ def check_conversations(seed: int, plans: list[ParallelPlan]) -> None:
     assert from_disk > 0
 
 
+@pytest.mark.slow
 def test_conversations_with_fp8_pages_go_on_over_all_tiers(tmp_path: Path) -> None:
     """Answers are those of one engine but for rounding: a key's last bits differ by plan, which FP8 amplifies."""
     requests = [Request(prompt, NEAR) for prompt in conversation(np.random.default_rng(0), 18)]

@@ -27,7 +27,7 @@ _SERVERS = ClusterSettings(first_token="decode", overlap="chunk", report_seconds
 
 def _engine(config: EngineConfig, plan: ParallelPlan, mix: str, rate: float, instances: int = 1) -> Record:
     deployment = Deployment(_SMALL, Topology.preset("medha-a100"), plan, config, instances)
-    return deployment.run(arrive_at_rate(make_mix(mix, 60), rate=rate))
+    return deployment.simulation().run(arrive_at_rate(make_mix(mix, 60), rate=rate))
 
 
 def _paper_system(name: str) -> Record:
@@ -38,7 +38,7 @@ def _paper_system(name: str) -> Record:
 def _cluster(requests: int, rate: float, **sizes: object) -> Record:
     turns = make_conversations(requests, Lengths(3, 3), Lengths(10_000, 30_000), Lengths(300, 900), Lengths(20, 90))
     cluster = ClusterDeployment(_SMALL, Topology.preset("h100-rdma"), ParallelPlan(tensor=8), **sizes)  # type: ignore[arg-type]
-    return cluster.run(arrive_at_rate(turns, rate=rate), keep_steps=True)
+    return cluster.simulation().run(arrive_at_rate(turns, rate=rate), keep_steps=True)
 
 
 def _context_ranks() -> Record:
@@ -48,7 +48,7 @@ def _context_ranks() -> Record:
         ParallelPlan.meta(2, 8),
         EngineConfig.meta(page_size=64, max_running=8),
     )
-    return deployment.run(synthesize(8, Lengths(20_000, 120_000), Lengths(5, 40)))
+    return deployment.simulation().run(synthesize(8, Lengths(20_000, 120_000), Lengths(5, 40)))
 
 
 RUNS: dict[str, Callable[[], Record]] = {

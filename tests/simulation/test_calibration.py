@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import calibration
 from benchmarks.calibration import (
+    LAYER_OPERATORS,
     SHAPE,
+    Row,
     fit_decode_attention,
     fit_layers,
     fit_link,
@@ -19,7 +21,6 @@ from benchmarks.calibration import (
     layer_work,
     read_rows,
 )
-from benchmarks.operator_tables import LAYER_OPERATORS, Row
 from longctx.parallel.device_tables import DEVICES, LINKS
 
 TRUE = dataclasses.replace(

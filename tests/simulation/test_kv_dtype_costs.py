@@ -71,8 +71,8 @@ def test_a_long_decode_is_simulated_faster() -> None:
     request = [WorkloadRequest(0.0, 200_000, 50)]
     seconds = []
     for dtype in (None, FP8):
-        record = Deployment(LLAMA, RDMA, ParallelPlan(), EngineConfig(**CONFIG, kv_dtype=dtype)).run(request)
-        (served,) = record.served
+        deployment = Deployment(LLAMA, RDMA, ParallelPlan(), EngineConfig(**CONFIG, kv_dtype=dtype))
+        (served,) = deployment.simulation().run(request).served
         assert served.metrics.tpot is not None
         seconds.append(served.metrics.tpot)
     plain = roofline(LLAMA, RDMA, 512)

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from longctx.models import LlamaConfig
+from longctx.models.footprint import weight_bytes
 from longctx.models.quantization_config import RowwiseFp8
 from longctx.parallel.device_tables import DEVICES
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import Work
-from longctx.simulation.models import MODELS, num_parameters
+from longctx.simulation.models import MODELS
 from longctx.simulation.record import Totals
 from longctx.simulation.utilization import (
     device_memory,
@@ -74,7 +75,7 @@ def test_the_papers_flops() -> None:
 def test_bytes_are_those_of_weights_and_keys() -> None:
     llama, work = MODELS["llama-3-8b"], Work.of([(999_999, 1, True)])
     embedding = llama.vocab_size * llama.hidden_size
-    weights = 2 * (num_parameters(llama) - embedding)
+    weights = weight_bytes(llama) - 2 * embedding
     assert model_bytes(llama, work) == pytest.approx(weights + 131072 * 1_000_000, rel=1e-4)
     # Two ranks read the weights, and 16 devices of a rank 8 KV heads twice.
     wide = model_bytes(llama, work, ParallelPlan(context=2, tensor=16))

@@ -156,7 +156,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
                 "max_model_len": server.max_length,
                 "vocab_size": server.vocab_size,
                 "instances": len(server.instances.members),
-                "policy": server.policy_name,
+                "policy": server.conductor.policy_name,
                 "admission": str(config.admission),
                 "ttft": config.ttft,
                 "tpot": config.tpot,
@@ -191,9 +191,7 @@ class _ClusterFeed(PageFeed):
             "time": round(time.monotonic(), 3),
             "running": server.cluster.num_running,
             "waiting": server.cluster.num_waiting,
-            "backlog": max(
-                (each["estimates"]["queue_seconds"] for each in instances if each["estimates"]), default=0.0
-            ),
+            "backlog": max(queues, default=0.0),
             "pages": sum(each["pages"] for each in instances),
             "cached": server.index.num_blocks,
             "held": [round(each["token_usage"] * each["pages"]) for each in instances],

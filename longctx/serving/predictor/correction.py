@@ -49,12 +49,7 @@ class Corrected:
         return (self.prompt_factor if work.chunks else self.decode_factor) * self.predictor.seconds(work)
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
-
-        Args:
-          work: of the batch without it.
-          start: tokens before the chunk.
-        """
+        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens."""
         seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
         if prompts == alone == 1.0:
@@ -62,21 +57,11 @@ class Corrected:
         return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
-
-        Args:
-          start, stop: the prompt's tokens to prefill.
-          chunk: tokens of a step.
-        """
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
         return self.prompt_factor * self.predictor.prefill_seconds(start, stop, chunk)
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Add the measured time of a batch.
-
-        Args:
-          work: of the batch.
-          seconds: that it took.
-        """
+        """Add the measured seconds of a batch."""
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
             ratio = round(seconds / predicted, _DIGITS)

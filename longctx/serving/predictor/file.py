@@ -4,14 +4,17 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from longctx.serving.predictor.measured import RuntimePredictor
-from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, Predictor
+from longctx.serving.predictor.runtime import CurvePredictor, Predictor
 
 _FORMAT = "longctx profile 2"
 Writable = RuntimePredictor | CurvePredictor
 """Predictors that can be written as plain data."""
+_T = TypeVar("_T", RuntimePredictor, CurvePredictor)
 
 
 def predictor_to_dict(predictor: Predictor) -> dict[str, Any]:
@@ -22,16 +25,20 @@ def predictor_to_dict(predictor: Predictor) -> dict[str, Any]:
 
 
 def predictor_from_dict(fields: Mapping[str, Any]) -> Writable:
-    """The predictor of such fields; KeyError, TypeError or ValueError if they are none."""
-    fields = dict(fields)
-    kind = fields.pop("kind")
-    if kind == "CurvePredictor":
-        exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
-        knots: dict[str, Any] = {name: tuple(fields[name]) for name in ("rows", "linear", "buckets") if name in fields}
-        return CurvePredictor(**fields | knots | {"exchange": exchange})
-    if kind != "RuntimePredictor":
+    """The predictor of such fields; KeyError or ValueError if they are none."""
+    kind = fields["kind"]
+    if kind == CurvePredictor.__name__:
+        return _decode(fields, CurvePredictor)
+    if kind != RuntimePredictor.__name__:
         raise ValueError(f"its predictor is a {kind!r}")
-    return RuntimePredictor.from_dict(fields)
+    return _decode(fields, RuntimePredictor)
+
+
+def _decode(fields: Any, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
 
 def save_profile(
@@ -76,7 +83,7 @@ def read_profile(path: Path) -> tuple[RuntimePredictor, dict[str, Any]]:
         contents = json.loads(path.read_text(encoding="utf-8"))
         if contents["format"] != _FORMAT:
             raise ValueError(f"its format is {contents['format']!r}")
-        measured, predictor = dict(contents["subject"]), RuntimePredictor.from_dict(contents["predictor"])
+        measured, predictor = dict(contents["subject"]), _decode(contents["predictor"], RuntimePredictor)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
     return predictor, measured

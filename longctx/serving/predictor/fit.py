@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from longctx.serving.predictor.measured import Program, RuntimePredictor, features, kind_of
+from longctx.serving.predictor.measured import Program, RuntimePredictor, kind_of
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 
@@ -44,12 +44,14 @@ def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence
         raise ValueError(f"measured has no batch for the buckets of {missing} rows")
     # Few rows that are compiled alone are no more than a tile of as many.
     sizes = tuple(sorted({*tiles, *(rows for rows in buckets if rows < tiles[-1])}))
-    programs = []
+    programs, rows = [], tuple(buckets)
     for kind, batches in by_kind.items():
-        counted = np.array([features(work, tuple(buckets), sizes) for work, _ in batches], float)
+        # Seconds are linear in the coefficients: each counts as often as a program predicts that has it alone, as 1.
+        ones = [Program.of(kind, rows, sizes, numbers) for numbers in np.eye(3 * len(rows) + len(sizes) + 5).tolist()]
+        counted = np.array([[one.seconds(work, rows) for one in ones] for work, _ in batches])
         numbers = fit_non_negative(counted, np.array([seconds for _, seconds in batches]))
-        programs.append(Program.of(kind, tuple(buckets), sizes, numbers))
-    return RuntimePredictor(tuple(buckets), tuple(programs))
+        programs.append(Program.of(kind, rows, sizes, numbers))
+    return RuntimePredictor(rows, tuple(programs))
 
 
 def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:

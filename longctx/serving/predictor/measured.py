@@ -7,7 +7,6 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Any
 
 from longctx.serving.predictor.work import Work
 
@@ -85,17 +84,7 @@ class Program:
 
     @classmethod
     def of(cls, kind: str, buckets: tuple[int, ...], tiles: tuple[int, ...], numbers: list[float]) -> "Program":
-        """Make it of all coefficients.
-
-        Args:
-          kind: as of the class.
-          buckets: numbers of rows of each kind, ascending.
-          tiles: as of the class.
-          numbers: coefficients, in the order of `numbers`.
-
-        Returns:
-          The program.
-        """
+        """Make it of all coefficients in the order of `numbers`, for such numbers of rows of each kind, ascending."""
         fixed, *rest = numbers
         n = len(buckets)
         rows, per_key = rest[: 3 * n], tuple(rest[3 * n : 3 * n + len(tiles)])
@@ -104,15 +93,7 @@ class Program:
         return cls(kind, per_bucket, tiles, per_key, per_sample, fixed, *others)
 
     def seconds(self, work: Work, buckets: tuple[int, ...]) -> float:
-        """Predict a batch.
-
-        Args:
-          work: of the batch.
-          buckets: numbers of rows that steps are compiled for, ascending.
-
-        Returns:
-          Seconds.
-        """
+        """Seconds of a batch; `buckets`: numbers of rows that steps are compiled for, ascending."""
         total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
         for rows, costs in zip((work.sharded, work.replicated, work.local), self.per_bucket, strict=True):
             if rows:
@@ -134,22 +115,6 @@ def split_into_tiles(tiles: tuple[int, ...], start: int, count: int) -> tuple[in
     whole, rest = divmod(count, size)
     keys = whole * start + size * whole * (whole + 1) // 2
     return keys, bisect_left(tiles, rest) if rest else 0, start + count if rest else 0
-
-
-def features(work: Work, buckets: tuple[int, ...], tiles: tuple[int, ...]) -> list[float]:
-    """Return the factors of the coefficients of a `Program`."""
-    rows = [0.0] * (3 * len(buckets))
-    for i, count in enumerate((work.sharded, work.replicated, work.local)):
-        if count:
-            rows[i * len(buckets) + bisect_left(buckets, count)] = 1.0
-    by_tile = [0] * len(tiles)
-    by_tile[0] += work.decode_keys
-    for start, count in work.chunks:
-        keys, at, last = split_into_tiles(tiles, start, count)
-        by_tile[-1] += keys
-        by_tile[at] += last
-    message = work.ring_cached + work.sharded if work.sharded else 0
-    return [1.0, *rows, *by_tile, work.samples, message, message * work.sharded, work.elsewhere]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,15 +160,7 @@ class RuntimePredictor:
     def of_rows(
         cls, seconds: Mapping[int, float], tiles: tuple[int, ...], per_key: tuple[float, ...], per_sample: float = 0.0
     ) -> "RuntimePredictor":
-        """A predictor of one context rank.
-
-        Args:
-          seconds: of the program of each number of rows.
-          tiles, per_key, per_sample: as of `Program`.
-
-        Returns:
-          The predictor.
-        """
+        """Make a predictor of one context rank, of the seconds of the program of each number of rows; see `Program`."""
         rows = ((0.0,) * len(seconds), (0.0,) * len(seconds), tuple(seconds.values()))
         return cls(tuple(seconds), (Program("local", rows, tiles, per_key, per_sample),))
 
@@ -229,12 +186,7 @@ class RuntimePredictor:
         return min(program.seconds(work, self.buckets) for program in programs)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
-
-        Args:
-          start, stop: the prompt's tokens to prefill.
-          chunk: tokens of a step.
-        """
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
@@ -245,22 +197,3 @@ class RuntimePredictor:
         ends = [self.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
         sample = 0.0 if rest else self._chosen["local"][0].per_sample  # type: ignore[attr-defined]
         return steps * sum(ends) / 2 + last + sample
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "RuntimePredictor":
-        """Make it of plain data.
-
-        Args:
-          fields: as `dataclasses.asdict` makes them.
-
-        Returns:
-          The predictor.
-
-        Raises:
-          KeyError, TypeError, ValueError: the fields are others.
-        """
-        programs = []
-        for each in fields["programs"]:
-            rows = tuple(tuple(costs) for costs in each["per_bucket"])
-            programs.append(Program(**each | {"per_bucket": rows} | {n: tuple(each[n]) for n in ("tiles", "per_key")}))
-        return cls(tuple(fields["buckets"]), tuple(programs))

@@ -93,6 +93,14 @@ def roofline(
         layer = max(products, read) + (1 - device.overlap) * min(products, read) + count * elements
         return fixed + layer + 2 * layers * reduce + move
 
+    exchange = None
+    if context > 1:
+        shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
+        hardware = topology.hardware("context", element)
+        if kv_dtype is not None:
+            key_bytes = kv_row_bytes(model.head_dim, element, kv_dtype) / model.head_dim
+            hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)
+        exchange = ExchangeCost(layers, context, shape, hardware)
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
     # Linear between these knots; the last are where products begin to take longer than reading the weights.
     knee = math.floor(min(read / seconds_per_row, max_rows))
@@ -103,7 +111,7 @@ def roofline(
         per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
         per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element, kv_dtype),
+        exchange=exchange,
         overlap=device.attention_overlap,
         buckets=buckets,
     )
@@ -118,30 +126,6 @@ def element_bytes_of_row(model: LlamaConfig, tensor: int, dtype_bytes: float = 2
     """
     rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     return dtype_bytes * (10 * model.hidden_size + (rotary + 3 * model.intermediate_size) / tensor)
-
-
-def exchange_cost(
-    model: LlamaConfig,
-    topology: Topology,
-    stage: int,
-    context: int,
-    tensor: int,
-    element_bytes: float = 2,
-    kv_dtype: str | None = None,
-) -> ExchangeCost | None:
-    """Return the cost of what rows exchange over `context`; None for one rank.
-
-    Raises:
-      ValueError: tensor doesn't suit the heads, or the topology has no link for `context`.
-    """
-    if context == 1:
-        return None
-    shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
-    hardware = topology.hardware("context", element_bytes)
-    if kv_dtype is not None:
-        key_bytes = kv_row_bytes(model.head_dim, element_bytes, kv_dtype) / model.head_dim
-        hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)
-    return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 
 def layer_weights(model: LlamaConfig) -> tuple[float, float]:

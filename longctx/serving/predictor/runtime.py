@@ -7,7 +7,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from longctx.parallel.cost import Hardware, LayerCost, ModelShape
 from longctx.serving.predictor.work import Work
@@ -36,11 +36,9 @@ class Predictor(Protocol):
 
     def seconds(self, work: Work) -> float:
         """Seconds of a batch; 0 for an empty one."""
-        ...
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         """Seconds of prefilling a prompt's tokens from `start` to `stop` alone, in chunks of `chunk` tokens."""
-        ...
 
 
 def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int], float]:
@@ -171,12 +169,6 @@ class ExchangeCost:
             return new
         return new + cost.ring(cost.hop(work.sharded * cost.query_bytes), part) + cost.send_states(work.sharded)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "ExchangeCost":
-        """From plain data, as `dataclasses.asdict` makes it; TypeError or ValueError if it isn't that."""
-        parts = {"model": ModelShape(**fields["model"]), "hardware": Hardware(**fields["hardware"])}
-        return cls(**fields | parts)
-
 
 @dataclasses.dataclass(frozen=True)
 class CurvePredictor:
@@ -258,12 +250,7 @@ class CurvePredictor:
         return min(self.per_pair * pairs, self.per_key * (start + count))
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
-
-        Args:
-          start, stop: the prompt's tokens to prefill.
-          chunk: tokens of a step.
-        """
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
@@ -288,12 +275,7 @@ class CurvePredictor:
         return total
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
-
-        Args:
-          work: of the batch without it.
-          start: tokens before the chunk.
-        """
+        """The seconds of a batch with one more local chunk, as the module's `chunk_curve`."""
         if self.exchange is not None and (work.sharded or work.replicated):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work

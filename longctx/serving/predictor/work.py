@@ -64,16 +64,8 @@ class Work(NamedTuple):
     def with_chunk(self, start: int, count: int, samples: bool, replicated: bool = False) -> "Work":
         """This work and that of one more chunk: `count` tokens after `start` others on this rank.
 
-        A replicated chunk's keys on a rank are not all of its sequence's: see `batch.replicated_start`.
-
-        Args:
-          start: tokens before the chunk on this rank.
-          count: tokens of the chunk.
-          samples: whether a token is sampled after it.
-          replicated: whether other ranks compute it too.
-
-        Returns:
-          A new `Work`.
+        A replicated chunk, which other ranks compute too, has not all keys of its sequence on a rank: see
+        `batch.replicated_start`. `samples`: whether a token is sampled after it.
         """
         rows, sampled, decode_keys, chunks, pairs, keys, merged, *_ = self
         rows, sampled, merged, rest = rows + count, sampled + samples, merged + count * replicated, self[7:]
@@ -106,9 +98,6 @@ class Work(NamedTuple):
           samples: whether a token is sampled after it.
           exchange: of its rows, as of `Work`; empty: not known.
           rows: that it adds on this rank, when several chunks are packed; None: `count / ranks`, rounded up.
-
-        Returns:
-          A new `Work`.
         """
         rows = -(-count // ranks) if rows is None else rows
         begin = self._replace(exchange=exchange or self.exchange, ring_cached=self.ring_cached + ring_cached)

@@ -128,9 +128,9 @@ class PrefixWaits:
         if other is None or self._leader_of.get(sequence) is other:
             return False  # no sequence computes the page, or it has been waited for long enough
         pages = min(usable, _common(sequence, other, found + 1))
-        alone = self._forecast.prefill_seconds(found * size, pages * size, sequence.tpot_target)
+        alone = self._forecast.time.prefill_seconds(found * size, pages * size, sequence.tpot_target)
         there = min(other.computed, pages * size)
-        if self._forecast.prefill_seconds(there, pages * size, other.tpot_target) > alone:
+        if self._forecast.time.prefill_seconds(there, pages * size, other.tpot_target) > alone:
             return False
         leader = self._leaders.get(other)
         if leader is None:
@@ -288,7 +288,6 @@ class Admission:
             self._count_passed(batch.blocked, [sequence], now)
         self.reservations = {reservation.sequence: reservation for reservation in reservations}
         if first is not None:
-            first.blocked_since = now if first.blocked_since is None else first.blocked_since
             self._let_pass(batch, reservations, _PASSED_OVER - passed_over, now)
 
     def _let_pass(self, batch: Batch, reservations: list[Reservation], most_passed_over: int, now: float) -> None:
@@ -410,7 +409,6 @@ class Admission:
         sequence.recomputed += lost
         sequence.no_preempt_before, sequence.tokens_to_recompute = sequence.computed + 2 * lost, 0
         sequence.prefix_hit_tokens = 0  # they are computed now
-        sequence.blocked_since = None
         self._forecast.update(sequence)
         if self._growth.is_due(sequence):
             self._growth.grow(sequence)

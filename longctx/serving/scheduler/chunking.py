@@ -14,7 +14,7 @@ from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
-from longctx.serving.scheduler.exchange_rule import ExchangeRule
+from longctx.serving.scheduler.exchange_rule import ExchangeRule, count_rows
 from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
@@ -134,7 +134,7 @@ class Chunker:
         """
         if not prompts:
             return {}
-        step = self._step(decodes)
+        step = StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
         order = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(order)
         if head.remaining > step.room(head):  # else rows do not stay as many
@@ -180,8 +180,7 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            is_one = self.plan.context == 1
-            rows = sum([chunk.num_tokens for chunk in chunks]) if is_one else self._step(chunks).rows
+            rows = sum(count_rows(chunks, self.plan.context))
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
@@ -192,9 +191,6 @@ class Chunker:
             self._grown -= steps - self.plan.stage
         for chunks in batches:
             self.note(chunks)
-
-    def _step(self, decodes: List[Chunk]) -> StepBudget:
-        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
 
     def _ramp(self, decodes: int) -> int:
         """Rows that the next batch may have: one bucket more than those in later stages, which pay for it too."""

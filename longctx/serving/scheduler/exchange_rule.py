@@ -207,7 +207,7 @@ class ExchangeRule:
 
     def has_room(self, chunks: List[Chunk]) -> bool:
         """Whether a step has as many rows of each kind as chunks need."""
-        return sum(_count_rows(chunks, self._plan.context)) <= self._rows
+        return sum(count_rows(chunks, self._plan.context)) <= self._rows
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
         """Return the exchange of a step's rows, None for none, and the work of each rank with it."""
@@ -220,13 +220,13 @@ class ExchangeRule:
         if len(long) < len(sharded):
             name, reason = "pass_q", "algorithm 4: single rows alone"
             if long and not self._is_predicted:
-                _, reason = self._by_rule(*_sums(long), *_count_rows(chunks, ranks))
+                _, reason = self._by_rule(*_sums(long), *count_rows(chunks, ranks))
             elif long:
                 reason = "predicted, and algorithm 4 for single rows"
         elif self._is_predicted:
             return self._fastest(chunks, sharded)
         else:
-            name, reason = self._by_rule(*_sums(sharded), *_count_rows(chunks, ranks))
+            name, reason = self._by_rule(*_sums(sharded), *count_rows(chunks, ranks))
         exchange = Exchange(name, f"{reason}, {_size(long or sharded)}")
         return exchange, work_by_rank(chunks, ranks, self._page_size, name)
 
@@ -252,7 +252,7 @@ class ExchangeRule:
     def _fastest(self, chunks: List[Chunk], sharded: List[Chunk]) -> tuple[Exchange, list[Work]]:
         """The exchange with which the step's slowest rank takes least."""
         assert self._costs is not None
-        counts = _count_rows(chunks, self._plan.context)
+        counts = count_rows(chunks, self._plan.context)
         works = work_by_exchange(chunks, self._plan.context, self._page_size, self._offered(*counts))
         seconds = {name: max(map(self._costs.seconds, each)) for name, each in works.items()}
         name = min(seconds, key=seconds.__getitem__)
@@ -305,7 +305,7 @@ def _sharded(start: int, count: int, ranks: int, fullest: int, exchange: str) ->
     return share._replace(elsewhere=(ranks - 1) * share.pairs)
 
 
-def _count_rows(chunks: List[Chunk], num_ranks: int) -> tuple[int, int, int]:
+def count_rows(chunks: List[Chunk], num_ranks: int) -> tuple[int, int, int]:
     """Rows of each kind on the rank that has most: sharded, replicated, local."""
     sharded, replicated, local = 0, [0] * num_ranks, [0] * num_ranks
     for chunk in chunks:

@@ -12,7 +12,7 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.sequence import Sequence, State
+from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.slo import Slo
 
 # Steps that are predicted one by one; places at which the steps of a longer prompt are looked at; and, where ranks
@@ -175,16 +175,6 @@ class Forecast:
         self._num_stages, self._num_ranks = plan.stage, plan.context
         self.factor = predictor.prompt_factor
 
-    def is_sharded(self, sequence: Sequence) -> bool:
-        """Whether the next rows of a sequence are sharded over all context ranks."""
-        if sequence.state is State.DECODING:
-            return self.time.rule.shards_decodes()
-        return self.time.rule.shards_next(sequence)
-
-    def prefill_seconds(self, start: int, stop: int, tpot: float | None = None) -> float:
-        """Seconds of a prompt's tokens from `start` to `stop`, computed alone, see `PromptTime`."""
-        return self.time.prefill_seconds(start, stop, tpot)
-
     def promise(self, sequence: Sequence) -> None:
         """Predict a prompt that comes; set when its first token is due, and how long each later one may take: once."""
         if sequence.tpot_target is None and self._slo.tpot is not None:
@@ -195,14 +185,14 @@ class Forecast:
         if ttft is None:
             alone = sequence.prefill_remaining
             if sequence.predicted_at:  # the cache has some of it
-                alone = self.prefill_seconds(0, sequence.prompt_length, sequence.tpot_target)
+                alone = self.time.prefill_seconds(0, sequence.prompt_length, sequence.tpot_target)
             ttft = self._slo.ttft(alone)
         sequence.deadline, sequence.ttft_budget = sequence.arrival + ttft, ttft
 
     def update(self, sequence: Sequence) -> None:
         """Predict the rest of its prompt."""
         sequence.predicted_at = start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
-        sequence.prefill_remaining = self.prefill_seconds(start, sequence.length, sequence.tpot_target)
+        sequence.prefill_remaining = self.time.prefill_seconds(start, sequence.length, sequence.tpot_target)
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Predict the rest of its prompt, of which `count` tokens have just been planned.
@@ -221,7 +211,7 @@ class Forecast:
         for sequence in prompts:
             assert sequence.placement is not None
             ranks = sequence.ranks or (sequence.placement.rank(0),)
-            if self.is_sharded(sequence):
+            if self.time.rule.shards_next(sequence):
                 ranks = tuple(range(self._num_ranks))
             for rank in ranks:
                 load[rank] += sequence.prefill_remaining

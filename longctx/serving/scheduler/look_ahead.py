@@ -118,7 +118,7 @@ def look_ahead(
                 continue
             batch = scheduler.idle()  # while tokens are in later stages
         for load in batch.loads:
-            scheduler.end_load(Loaded(load.name, len(load.pages), 0.0))
+            scheduler.loads.end(Loaded(load.name, len(load.pages), 0.0))
         in_stages.append(batch)
         seconds = max(each.predicted for each in in_stages)
         clock += seconds
@@ -145,7 +145,7 @@ def _complete_page(scheduler: Scheduler, sequence: Sequence) -> None:
 
 def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:
     pages = scheduler.running.pages_of(sequence.loading_until - sequence.computed)
-    scheduler.end_load(Loaded(scheduler.loads.name_of(sequence), pages, 0.0))
+    scheduler.loads.end(Loaded(scheduler.loads.name_of(sequence), pages, 0.0))
 
 
 def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:

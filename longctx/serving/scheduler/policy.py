@@ -100,11 +100,9 @@ class Policy(Protocol):
 
     def urgency(self, sequence: Sequence, now: float) -> float:
         """The least is the most urgent. Higher priority comes before it, and of equals who came first."""
-        ...
 
     def share(self, sequence: Sequence, now: float) -> float:
         """The share of a step, 0 to 1, that a prompt may have of one that is more urgent, but longer."""
-        ...
 
 
 def urgency_order(policy: Policy, sequence: Sequence, now: float) -> tuple[int, float]:

@@ -103,7 +103,7 @@ class Preemption:
         if not may_share and self._policy.urgency(sequence, now) >= self._policy.urgency(victim, now):
             return False
         slack, other = (s.deadline - now - s.prefill_remaining for s in (victim, sequence))
-        return slack - self._forecast.prefill_seconds(0, victim.computed, victim.tpot_target) > other
+        return slack - self._forecast.time.prefill_seconds(0, victim.computed, victim.tpot_target) > other
 
     def _next_rank(self, sequence: Sequence) -> int:
         """The rank of its next page: as placed, or where it grows to."""

@@ -341,7 +341,7 @@ class PageLoads:
         # Of pages of another engine, which may still compute them, only their own source can tell when they will come.
         is_own = sequence.source == TIERS
         seconds = 0.0 if self.seconds_per_page is None or not is_own else count * self.seconds_per_page
-        if seconds > self._forecast.prefill_seconds(sequence.computed, stop, sequence.tpot_target):
+        if seconds > self._forecast.time.prefill_seconds(sequence.computed, stop, sequence.tpot_target):
             sequence.available = 0
             return 0
         return count

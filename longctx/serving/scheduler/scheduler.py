@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Literal
 
-from longctx.serving.kv_cache.connector import TIERS, Loaded
+from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.kv_cache.prefix import PartialPage
@@ -190,10 +190,6 @@ class Scheduler:
         self.chunker.predictor.confirm_decodes(predicted)
         self.chunker.advance(steps, [batch.chunks for batch in batches])
 
-    def end_load(self, loaded: Loaded) -> Sequence | None:
-        """End a load and return the sequence that goes on; None if no sequence waits for it any more."""
-        return self.loads.end(loaded)
-
     def _without_rows(self, batch: Batch) -> Batch:
         self.num_steps += 1
         self.chunker.note([])
@@ -261,15 +257,11 @@ class Scheduler:
         due = [sequence for sequence in self._prompts(batch) if self.growth.is_due(sequence)]
         for sequence in by_urgency(self.chunker.policy, due, now, self.chunker.tenants) if due else ():
             if sequence.state is not State.PREFILLING or self.growth.grow(sequence):
-                sequence.blocked_since = None
                 continue  # preempted for another one of these, or it has what it needs
             fits = functools.partial(self.growth.could_grow, sequence)
-            if self.is_optimistic and self._preemption.make_way(sequence, now, fits) and self.growth.grow(sequence):
-                sequence.blocked_since = None
-                continue
-            if sequence.blocked_since is None:
-                sequence.blocked_since = now
-            batch.blocked.append(sequence)
+            is_given_way = self.is_optimistic and self._preemption.make_way(sequence, now, fits)
+            if not (is_given_way and self.growth.grow(sequence)):
+                batch.blocked.append(sequence)
 
     def _in_stages(self, batch: Batch) -> list[Sequence]:
         """Sequences whose decodes are in later stages while a batch is in the first."""

@@ -78,8 +78,7 @@ class Sequence:
     tokens_to_recompute: int = 0  # tokens that it had computed when it was preempted, until it runs again
     no_preempt_before: int = 0  # computed tokens up to which no more urgent sequence may preempt it
     least_pages: int = 0  # that it needs to begin, while it waits
-    blocked_since: float | None = None  # when it first had no room, though it came before all others
-    passed_by: int = 0  # how many less urgent ones were admitted meanwhile
+    passed_by: int = 0  # how many less urgent ones were admitted while it had no room
 
     # What policies read: seconds, promised and predicted.
     deadline: float = 0.0  # when its first token is due

@@ -50,13 +50,7 @@ class Slo:
         check_fields(self)
 
     def per_token(self, stages: int) -> "Slo":
-        """Return the same objectives with targets of a token.
-
-        Args:
-          stages: that a token goes through.
-
-        Returns:
-          `self`, or with `tpot_scope="batch"` targets of `stages` batches.
+        """Return the same objectives with targets of a token: `self`, or those of as many batches as it has stages.
 
         Examples:
           >>> Slo(tpot=0.03, step_seconds=None, tpot_scope="batch").per_token(4).tpot
@@ -68,24 +62,13 @@ class Slo:
         return replace(self, tpot=tpot, step_seconds=step, tpot_scope="token")
 
     def ttft(self, prefill_seconds: float) -> float:
-        """Seconds within which the first token of a prompt is due that takes so long alone.
-
-        Args:
-          prefill_seconds: predicted seconds of the prompt, read alone.
-
-        Returns:
-          Seconds from arrival.
-        """
+        """Seconds from arrival within which the first token of a prompt is due, whose prefill takes so long alone."""
         return max(self.ttft_least, self.ttft_factor * prefill_seconds)
 
     def tpot_target(self, decode_seconds: float) -> float | None:
-        """Seconds between the tokens of a request whose tokens take so long alone; None: nothing is promised.
+        """Seconds between the tokens of a request whose tokens take so long alone, in all stages; None: no target.
 
-        Args:
-          decode_seconds: predicted seconds of a token decoded alone, in all stages.
-
-        Returns:
-          Seconds. A relative target has two digits, as what is derived from targets is remembered for each.
+        A relative target has two digits, as what is derived from targets is remembered for each.
         """
         relative = float(f"{self.tpot_factor * decode_seconds:.2g}")
         return None if self.tpot is None else max(self.tpot, relative)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, cast
 
 import numpy as np
 
@@ -28,29 +28,23 @@ _KEY_BYTES = 8  # of a page's key, by which the conductor and KV events know it
 _TAIL = b"tail"  # stands for the key of a last, partial page
 
 
-@runtime_checkable
-class SubRequestListener(Protocol):
+class SubRequestListener:
     """Receiver of what happens to a sub-request, at `loop.now`."""
 
     def chunk_begins(self, sub: "SubRequest", start: int, tokens: int) -> None:
         """Note that `tokens` tokens of its prompt are computed from now on; those before `start` are there."""
-        ...
 
     def chunk_ends(self, sub: "SubRequest", start: int, tokens: int) -> None:
         """Note that they have been computed."""
-        ...
 
     def first_token(self, sub: "SubRequest") -> None:
         """Note that its prompt has been read, and its first token drawn, which is not its last."""
-        ...
 
     def ended(self, sub: "SubRequest", part: TokenlessCompletion) -> None:
         """Note that it has all its tokens."""
-        ...
 
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
         """Note that pages of its prefix have come from another instance."""
-        ...
 
 
 @dataclass(eq=False)
@@ -113,10 +107,20 @@ class ClusterCore(Instance):
 
     def listen(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         """Tell of pages that can be found from now on, and of those that can't any more, by tier."""
+        self._on_change = on_change
         if self.config.prefix_cache:
-            self._core.pool.listener = _PoolListener(on_change)
+            self._core.pool.listener = self
         if self._tier is not None:
             self._tier.listener = lambda new, gone: on_change("host", new, gone)
+
+    def stored(self, parent: Key | None, keys: list[Key], tokens: object, salt: str) -> None:
+        self._on_change("device", keys, [])
+
+    def removed(self, key: Key) -> None:
+        self._on_change("device", [], [key])
+
+    def cleared(self) -> None:
+        """Nothing: each page was told of."""
 
     def serve(self, sub: SubRequest) -> None:
         """Let a sub-request come at `loop.now`."""
@@ -171,11 +175,6 @@ class ClusterCore(Instance):
         pool, tier = self._core.pool, self._tier
         missing = (i for i, key in enumerate(keys) if pool.find(key) is None and (tier is None or key not in tier))
         return next(missing, len(keys))
-
-    @property
-    def num_kept(self) -> int:
-        """Pages that its host's memory keeps."""
-        return 0 if self._tier is None else len(self._tier)
 
     def discard(self, keys: List[Key]) -> None:
         """Remove pages from the host's memory."""
@@ -296,29 +295,9 @@ def _tokenless(sequence: Sequence) -> TokenlessCompletion:
     return completion
 
 
-class _PoolListener:
-    """Listener of a pool's pages."""
-
-    def __init__(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
-        self._on_change = on_change
-
-    def stored(self, parent: Key | None, keys: list[Key], tokens: object, salt: str) -> None:
-        self._on_change("device", keys, [])
-
-    def removed(self, key: Key) -> None:
-        self._on_change("device", [], [key])
-
-    def cleared(self) -> None:
-        pass
-
-
 def block_keys(keys: List[Key]) -> np.ndarray:
     """Return the keys by which the conductor knows pages, uint64 `[pages]`."""
     return np.frombuffer(b"".join([key[:_KEY_BYTES] for key in keys]), ">u8").astype(np.uint64)
-
-
-def _block_key(key: Key) -> int:
-    return int.from_bytes(key[:_KEY_BYTES], "big")
 
 
 class Node:
@@ -376,9 +355,9 @@ class Node:
 
     def _apply_change(self, core: ClusterCore, tier: Tier, new: List[Key], gone: List[Key]) -> None:
         if self._settings.swaps and tier == "host":
-            self._kept.update((_block_key(key), key) for key in new)
-            for key in gone:
-                self._kept.pop(_block_key(key), None)
+            self._kept.update(zip(block_keys(new).tolist(), new, strict=True))
+            for block in block_keys(gone).tolist():
+                self._kept.pop(block, None)
         if self._settings.event_seconds:
             new, gone = list(new), list(gone)
             self._loop.at(self._loop.now + self._settings.event_seconds, lambda: self._tell(core, tier, new, gone))
@@ -389,6 +368,6 @@ class Node:
         if core is not self.core:
             return  # it has died
         if new:
-            self._conductor.index.store(self.spec.name, tier, map(_block_key, new))
+            self._conductor.index.store(self.spec.name, tier, block_keys(new).tolist())
         if gone:
-            self._conductor.index.remove(self.spec.name, tier, map(_block_key, gone))
+            self._conductor.index.remove(self.spec.name, tier, block_keys(gone).tolist())

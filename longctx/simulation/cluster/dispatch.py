@@ -13,7 +13,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Metrics
-from longctx.simulation.cluster.core import ClusterCore, Node, SubRequest, block_keys
+from longctx.simulation.cluster.core import ClusterCore, Node, SubRequest, SubRequestListener, block_keys
 from longctx.simulation.cluster.page_stream import PageStream
 from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
@@ -106,18 +106,9 @@ class ActiveRequest:
             cluster.record.num_deferred += 1
             cluster.loop.at(now + max(rejection.retry_after, cluster.settings.least_retry), self.assign)
         else:
-            rejected = Rejected(
-                self.request.number,
-                self.due,
-                now - cluster.start,
-                rejection.stage,
-                rejection.bound,
-                rejection.ttft,
-                rejection.tbt,
-                rejection.load,
-                self.request.prompt_tokens,
-                self._num_deferred,
-            )
+            request, at = self.request, now - cluster.start
+            why = rejection.stage, rejection.bound, rejection.ttft, rejection.tbt, rejection.load
+            rejected = Rejected(request.number, self.due, at, *why, request.prompt_tokens, self._num_deferred)
             cluster.record.rejected.append(rejected)
             cluster.on_end(self)
 
@@ -170,7 +161,7 @@ class ActiveRequest:
         return float(np.partition(gaps, -count)[-count:].mean())
 
 
-class Dispatch:
+class Dispatch(SubRequestListener):
     """A request at the one instance that serves it whole, and what all dispatches have in common."""
 
     def __init__(self, cluster: Cluster, active: ActiveRequest, assignment: Assignment) -> None:
@@ -196,14 +187,6 @@ class Dispatch:
                 self._active.take(cancelled)
         self._cores.clear()
 
-    # Calls of cores, see `SubRequestListener`.
-
-    def chunk_begins(self, sub: SubRequest, start: int, tokens: int) -> None:
-        pass
-
-    def chunk_ends(self, sub: SubRequest, start: int, tokens: int) -> None:
-        pass
-
     def first_token(self, sub: SubRequest) -> None:
         self._cluster.conductor.first_token(self._active.request_id, self._cluster.loop.now)
 
@@ -216,8 +199,6 @@ class Dispatch:
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
         waited = self._cluster.loop.now - begun
         self._note_moved("prefix", source, self._assignment.prefill, num_bytes, begun, waited)
-
-    # Parts of the above.
 
     def _read_prompt(self, part: Literal["prompt", "whole"], max_tokens: int) -> None:
         """Serve what reads the prompt, with what it fetches from another instance."""

@@ -45,7 +45,7 @@ class ClusterSettings:
       >>> sizes = {"prefill": 1, "decode": 1, "bandwidth": 10e9}
       >>> for overlap in ("end", "layer"):  # pages leave when the prompt is computed, or layer by layer before
       ...     deployment = ClusterDeployment(model, topology, plan, settings=ClusterSettings(overlap=overlap), **sizes)
-      ...     moved = deployment.run(arrive_at_rate(make_mix("sharegpt4", 20), rate=1.0)).moved
+      ...     moved = deployment.simulation().run(arrive_at_rate(make_mix("sharegpt4", 20), rate=1.0)).moved
       ...     print(overlap, round(statistics.mean(each.exposed for each in moved), 4))  # seconds that somebody waited
       end 0.035
       layer 0.0111
@@ -95,7 +95,7 @@ class Change:
       >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
       >>> changes = (Change(5.0, "decode-0", "kill"), Change(60.0, "decode-0", "join"))
       >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=2, changes=changes)
-      >>> record = deployment.run(arrive_at_rate(make_mix("sharegpt4", 50), rate=4.0))
+      >>> record = deployment.simulation().run(arrive_at_rate(make_mix("sharegpt4", 50), rate=4.0))
       >>> len(record.served), record.num_reassigned  # what it decoded goes on elsewhere
       (50, 2)
     """

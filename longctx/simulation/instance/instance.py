@@ -116,13 +116,7 @@ class Instance:
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """Begin a run, see `Server.attach`.
-
-        Args:
-          loop: in whose time it runs.
-          on_end: is called with each request that has ended, and its metrics.
-          seed: of contents that are made up.
-        """
+        """Begin a run, see `Server.attach`."""
         self._loop, self._on_end, self._seed = loop, on_end, seed
         self.executor.now = max(self.executor.now, loop.now)
         self._steps: list[StepMetrics] = []
@@ -341,16 +335,9 @@ class Instance:
 
     def _note(self, step: EndedStep, stage_seconds: float) -> None:
         """Count what a step has computed, whose results the core has not taken yet."""
-        batch, totals = step.batch, self._totals
+        batch = step.batch
         work = batch.work if self.plan.context == 1 else Work.of([chunk[2:5] for chunk in batch.chunks])
-        totals.steps += 1
-        totals.rows += work.rows
-        totals.samples += work.samples
-        totals.pairs += work.pairs
-        totals.keys += work.keys
-        totals.decode_pairs += work.decode_keys
-        totals.stage_seconds += stage_seconds
-        totals.busy += step.finished - self._busy_since
+        self._totals.add(work, stage_seconds, step.finished - self._busy_since)
         self._busy_since = step.finished
         if self.keep_steps:
             self._steps.append(StepMetrics.of(step))

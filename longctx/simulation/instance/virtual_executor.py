@@ -117,10 +117,7 @@ class VirtualExecutor:
         return self.now
 
     def submit(self, batch: Batch) -> Pending:
-        """Begin a batch.
-
-        Returns:
-          What `wait` takes.
+        """Begin a batch, and return what `wait` takes.
 
         Raises:
           ValueError: `seconds` returned a time that is negative or not finite.
@@ -155,11 +152,7 @@ class VirtualExecutor:
         self.now, self.free = now, free
 
     def wait(self, pending: Pending) -> Results:
-        """Move the clock to the end of a batch.
-
-        Returns:
-          Tokens that are made up.
-        """
+        """Move the clock to the end of a batch, and return tokens that are made up."""
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
@@ -170,27 +163,14 @@ class VirtualExecutor:
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        """Its pages hold nothing.
-
-        Args:
-          pages: not used.
-          layers: not used.
-
-        Returns:
-          Never.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """NotImplementedError: its pages hold nothing."""
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         """Nothing has to be compiled."""
-        pass
 
     def warm_up(self) -> None:
         """Nothing has to be compiled."""
-        pass
 
     def run(self, batch: Batch) -> list[int]:
         """The tokens that are sampled, in order."""

@@ -135,7 +135,7 @@ def simulate_prompt(
     alone = dataclasses.replace(deployment, instances=1)
     others = max(2, steps // deployment.plan.stage)
     requests = [WorkloadRequest(0.0, 1, others), WorkloadRequest(0.0, length, output_tokens, number=1)]
-    record = alone.run(requests, progress=progress)
+    record = alone.simulation().run(requests, progress=progress)
     other, long = sorted(record.served, key=lambda served: served.number)
     chunks = [count for step in record.steps for _, count in step.chunks if count > 1]
     return Prompt(

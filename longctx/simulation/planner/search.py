@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.models.config import LlamaConfig
@@ -139,6 +138,14 @@ class SearchResult(NamedTuple):
 
     plans: list[Planned]
     rejected: list[RejectedPlan]
+
+    @property
+    def best_of_each(self) -> list[Planned]:
+        """The best plan of each layout and placement, the cheapest first; others differ in their chunks alone."""
+        best: dict[ParallelPlan, Planned] = {}
+        for planned in self.plans:
+            best.setdefault(planned.deployment.plan, planned)
+        return list(best.values())
 
 
 def search(
@@ -355,31 +362,3 @@ def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
     totals = utilization.Totals(rows=tokens, samples=1, pairs=tokens * (tokens + 1) // 2)
     devices = deployment.plan.num_devices
     return utilization.mfu(deployment.model, totals, deployment.topology.device, devices, seconds)
-
-
-def best_of_each(plans: List[Planned]) -> list[Planned]:
-    """The best of each layout and placement; others differ in their chunks alone.
-
-    Args:
-      plans: in their order, the best first, as `search` finds them.
-
-    Returns:
-      The first of each plan of parallelism, in the same order.
-
-    Examples:
-      >>> from longctx.parallel import Topology
-      >>> from longctx.simulation.models import MODELS
-      >>> from longctx.simulation.planner.search import Goal, best_of_each, search
-      >>> goal = Goal(context=32_768, ttft=30, tpot=0.05)
-      >>> found = search(MODELS["llama-3-8b"], Topology.preset("h100-nvlink"), gpus=2, goal=goal)
-      >>> len(best_of_each(found.plans)) < len(found.plans)
-      True
-    """
-    seen: set[ParallelPlan] = set()
-    best = []
-    for planned in plans:
-        plan = planned.deployment.plan
-        if plan not in seen:
-            best.append(planned)
-        seen.add(plan)
-    return best

@@ -2,6 +2,7 @@
 
 import csv
 import html
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
@@ -38,33 +39,6 @@ _FOUND = (
     ("MBU", "usage.mbu"),
     ("GPU-seconds", "usage.gpu_seconds"),
 )
-
-# Vidur's columns, so that its users' programs read the file: microsoft/vidur, vidur/metrics/constants.py.
-COLUMNS = (
-    "Request Id",
-    "request_e2e_time",
-    "request_e2e_time_normalized",
-    "request_scheduling_delay",
-    "request_execution_plus_preemption_time",
-    "request_execution_plus_preemption_time_normalized",
-    "prefill_e2e_time",
-    "prefill_time_execution_plus_preemption",
-    "prefill_time_execution_plus_preemption_normalized",
-    "decode_time_execution_plus_preemption_normalized",
-    "request_inter_arrival_delay",
-    "request_num_tokens",
-    "request_num_prefill_tokens",
-    "request_num_decode_tokens",
-    "request_pd_ratio",
-    "request_num_restarts",
-    # Ours.
-    "request_arrived_at",
-    "request_cached_tokens",
-    "request_in_ttft",
-    "request_in_tpot",
-    "instance",
-)
-"""Times are seconds; normalized ones are seconds a token: of the output, those of a prefill of the prompt."""
 
 
 def write_report(contents: Mapping[str, Any], record: Record, summary: str, drawing: str | None, folder: Path) -> None:
@@ -113,17 +87,20 @@ def write_request_metrics(record: Record, path: Path) -> None:
       OSError: the file can't be written.
     """
     served = sorted(record.served, key=lambda each: (each.due, each.number))
+    delays = [None, *(after.due - before.due for before, after in itertools.pairwise(served))]
+    rows = [_row(each, delay) for each, delay in zip(served, delays, strict=False)]
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
-        before = None
-        for each in served:
-            row = _row(each, None if before is None else each.due - before)
-            writer.writerow({name: _cell(value) for name, value in row.items()})
-            before = each.due
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
 
 
 def _row(served: Served, delay: float | None) -> dict[str, float | str | bool | None]:
+    """Return Vidur's columns, so that its users' programs read the file, and ours from `request_arrived_at` on.
+
+    Times are seconds; normalized ones are seconds a token: of the output, those of a prefill of the prompt.
+    Source: microsoft/vidur, vidur/metrics/constants.py.
+    """
     metrics = served.metrics
     assert metrics.admitted is not None
     assert metrics.finished is not None

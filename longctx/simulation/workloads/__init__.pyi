@@ -9,7 +9,6 @@ from .mixes import Mix as Mix
 from .mixes import make_conversations as make_conversations
 from .mixes import make_mix as make_mix
 from .readers import read_workload as read_workload
-from .request import MAX_ARRIVAL as MAX_ARRIVAL
 from .request import TRACE_BLOCK as TRACE_BLOCK
 from .request import WorkloadRequest as WorkloadRequest
 from .request import check_arrivals as check_arrivals

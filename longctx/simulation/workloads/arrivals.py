@@ -84,19 +84,16 @@ def jitter_arrivals(requests: List[WorkloadRequest], seconds: float = 3.0, seed:
     return sorted(moved, key=lambda request: request.arrival)
 
 
-def closed_loop(
-    requests: List[WorkloadRequest], users: int, delay: float = 0.0, start: float = 0.0
-) -> list[WorkloadRequest]:
+def closed_loop(requests: List[WorkloadRequest], users: int, delay: float = 0.0) -> list[WorkloadRequest]:
     """Let `users` users send the requests in turn, each its next one `delay` seconds after the end of the one before.
 
     Args:
       requests: what the users send; user 0 has the first one, and every `users`-th after it.
       users: how many of them there are.
       delay: seconds from an answer's end to the user's next request.
-      start: seconds over which the users' first requests are spread evenly.
 
     Returns:
-      The requests, of which all but the first of each user follow another one, sorted by `arrival`.
+      The requests, of which all but the first of each user, at 0, follow another one.
 
     Raises:
       TypeError, ValueError: there is no user, a number is negative, or requests follow others already.
@@ -109,7 +106,6 @@ def closed_loop(
     """
     check_integer("users", users, 1)
     check_real("delay", delay, 0, MAX_ARRIVAL)
-    check_real("start", start, 0, MAX_ARRIVAL)
     if any(request.after is not None for request in requests):
         raise ValueError("requests must not follow others already")
     looped = []
@@ -119,13 +115,13 @@ def closed_loop(
             dataclasses.replace(
                 request,
                 number=number,
-                arrival=start * (number % users) / users,
+                arrival=0.0,
                 after=number - users if follows else None,
                 delay=delay if follows else 0.0,
                 session=f"user-{number % users}",
             )
         )
-    return sorted(looped, key=lambda request: request.arrival)
+    return looped
 
 
 def _check_rate(rate: float) -> float:

@@ -36,9 +36,6 @@ class Lengths(NamedTuple):
     def parse(cls, text: str) -> "Lengths":
         """Parse `N`, `LOW:HIGH` or `LOW:HIGH:log`.
 
-        Returns:
-          The distribution.
-
         Raises:
           ValueError: the text has another form, or not 1 <= LOW <= HIGH.
         """
@@ -53,15 +50,7 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Draw lengths.
-
-        Args:
-          rng: a generator of random numbers.
-          count: how many.
-
-        Returns:
-          int64 `[count]`, tokens.
-        """
+        """Draw `count` lengths, int64 `[count]`, in tokens."""
         if not self.log:
             return rng.integers(self.low, self.high + 1, count)
         drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high + 1), count))
@@ -98,15 +87,7 @@ class Quantiles:
         self._shares, self._logs = np.array(shares), np.log(lengths)
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Draw lengths.
-
-        Args:
-          rng: a generator of random numbers.
-          count: how many.
-
-        Returns:
-          int64 `[count]`, tokens.
-        """
+        """Draw `count` lengths, int64 `[count]`, in tokens."""
         return np.rint(np.exp(np.interp(rng.uniform(size=count), self._shares, self._logs))).astype(int)
 
 

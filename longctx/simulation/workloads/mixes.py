@@ -35,15 +35,7 @@ class Mix:
     long_share: float
 
     def draw(self, num_requests: int, seed: int = 0) -> list[WorkloadRequest]:
-        """Draw requests that all arrive at 0.
-
-        Args:
-          num_requests: how many.
-          seed: of what is drawn.
-
-        Returns:
-          The requests, numbered from 0.
-        """
+        """Draw requests that all arrive at 0, numbered from 0."""
         rng = np.random.default_rng(seed)
         is_long = rng.uniform(size=num_requests) < self.long_share
         prompts = np.where(is_long, self.long_prompt.draw(rng, num_requests), self.short_prompt.draw(rng, num_requests))

@@ -11,7 +11,7 @@ import numpy as np
 from longctx.models.validation import MAX_INT32, check_integer, check_real
 from longctx.serving.validation import check_text
 
-TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
+TRACE_BLOCK = 512
 """Tokens of a trace's block, for which it has one hash id.
 
 Source:
@@ -23,15 +23,6 @@ Examples:
   True
 """
 MAX_ARRIVAL = 1e9  # seconds, which a clock can wait for
-"""The latest arrival, in seconds: a clock can wait for it.
-
-Examples:
-  >>> from longctx.simulation.workloads import MAX_ARRIVAL, WorkloadRequest
-  >>> WorkloadRequest(2 * MAX_ARRIVAL, 100, 10)
-  Traceback (most recent call last):
-      ...
-  ValueError: arrival must be finite and 0 to 1e+09, got 2000000000.0
-"""
 MAX_FACTOR = 1e6
 
 
@@ -105,14 +96,9 @@ class WorkloadRequest:
         return self.prompt_tokens + self.output_tokens
 
     def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
-        """The tokens of the prompt, made up unless the workload has them.
+        """The tokens of the prompt, int32 `[prompt_tokens]`, made up below `vocab_size` unless the workload has them.
 
-        Args:
-          vocab_size: below which tokens are.
-          seed: of what is made up; what is shared is shared whatever it is.
-
-        Returns:
-          int32 `[prompt_tokens]`.
+        What is shared is shared whatever the seed.
 
         Raises:
           TypeError: the prompt is text.

@@ -51,7 +51,7 @@ def test_prompts_of_coupled_instances_are_read_whole_or_in_chunks() -> None:
     gaps = []
     for chunk in (1 << 20, 512):
         config = ConductorConfig(admission="none")
-        record = deploy(coupled=1, coupled_chunk=chunk, config=config).run([short, long])
+        record = deploy(coupled=1, coupled_chunk=chunk, config=config).simulation().run([short, long])
         gaps.append({each.number: each.metrics.longest_gap for each in record.served}[0])
     assert gaps[0] > 10 * gaps[1]
 
@@ -61,7 +61,7 @@ def test_runs_take_settings() -> None:
     waited = []
     for overlap in ("layer", "end"):
         made = deploy(prefill=1, decode=1, settings=ClusterSettings(overlap=overlap), bandwidth=1e10)  # type: ignore[arg-type]
-        (moved,) = made.run([request]).moved
+        (moved,) = made.simulation().run([request]).moved
         waited.append(moved.exposed)
     assert waited[1] == pytest.approx(50_000 * 327_680 / 1e10)
     assert waited[0] < waited[1] / 50
