@@ -15,12 +15,13 @@ from pathlib import Path
 import platformdirs
 
 from longctx.cli.conversation import Conversation, Document, Prompt
-from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
+from longctx.cli.engine import EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.models import load_tokenizer
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
+from longctx.serving.engine.memory import LOWER
 from longctx.serving.validation import check_text
 
 PAGE_SIZE = 64

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
+from longctx.cli.engine import EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.flags import naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
+from longctx.serving.engine.memory import LOWER
 
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
@@ -34,7 +35,6 @@ class Question:
 def run(options: argparse.Namespace) -> int:
     """Ask, and print answers and figures."""
     loader, tokenizer = EngineLoader(options, model=TINY), load_tokenizer(TINY)
-    _check_lengths(options, loader.model, tokenizer)
     with naming({"num_bytes": "--tokens", "num_facts": "--questions"}):
         document = passkey.make_document(options.tokens, options.questions, options.seed)
     # The note has a seed that no document has. Its questions are answered while the document is prefilled.
@@ -54,20 +54,6 @@ def run(options: argparse.Namespace) -> int:
     loader.console.note(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
     print(f"right    {conversation.num_right} of {total}")
     return 0 if conversation.num_right == total else FAILED
-
-
-def _check_lengths(options: argparse.Namespace, model: Llama, tokenizer: Tokenizer) -> None:
-    """Check the flags of a made-up document, before it is made."""
-    if options.questions > len(passkey.NAMES):
-        raise ValueError(f"--questions must be at most {len(passkey.NAMES)}, got {options.questions}")
-    longest = passkey.question(max(passkey.NAMES, key=len))
-    beside = len(tokenizer.encode(passkey.prompt("", longest))) + MAX_ANSWER
-    most, context = model.config.max_positions - beside, model.config.max_positions
-    if options.tokens > most:
-        raise ValueError(
-            f"--tokens must be at most {most:,}, as a question and its answer share the model's context of "
-            f"{context:,}, got {options.tokens}"
-        )
 
 
 def _questions(document: passkey.Document, about: str) -> list[Question]:

@@ -22,18 +22,12 @@ from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
-from longctx.serving.engine.memory import default_pages, estimate, in_units
+from longctx.serving.engine.memory import LOWER, default_pages, estimate, in_units
 from longctx.serving.executor.interface import Progress
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
 
 MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
-LOWER = {
-    "params": "take more devices by --stage or --tensor, or --dtype bfloat16",
-    "pages": "lower --num-pages or --page-size; about {fit:,} pages fit",
-    "steps": "lower --max-running or --token-budget",
-}
-"""Advice where memory is short, as `MemoryEstimate.check` takes it."""
 _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
 
 
@@ -52,14 +46,6 @@ def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
         arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file)
     interrupts.leave_to_python()  # the other processes are told
     return initialize(**arguments)
-
-
-def plan_mesh(plan: ParallelPlan) -> Mesh | None:
-    """Make the mesh that a checkpoint's parameters are sharded over; None: one device."""
-    if plan.num_devices == 1:
-        return None
-    make_cpu_devices(plan.num_devices)
-    return make_mesh(plan.stage, plan.context, plan.tensor)
 
 
 def make_cpu_devices(count: int) -> None:
@@ -137,7 +123,10 @@ class EngineLoader:
         """Return the mesh that the parameters are sharded over; process 0 prints that of several processes."""
         plan, group = self.plan, self._group
         if group.num_processes == 1:
-            return plan_mesh(plan)
+            if plan.num_devices == 1:
+                return None
+            make_cpu_devices(plan.num_devices)
+            return make_mesh(plan.stage, plan.context, plan.tensor)
         group.agree("checkpoint", checkpoint_fingerprint(self.path))
         if plan.num_devices % group.num_processes:
             raise ValueError(

@@ -2,13 +2,14 @@
 
 import argparse
 
-from longctx.cli.engine import LOWER, EngineLoader, decode_rate, initialize_processes, show_compiling, steps
+from longctx.cli.engine import EngineLoader, decode_rate, initialize_processes, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
 from longctx.cli.terminal import FAILED, report_error
 from longctx.models import Llama, load_tokenizer
 from longctx.serving import EngineConfig, Output, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
+from longctx.serving.engine.memory import LOWER
 
 PAGE_SIZE = 64
 _LOWER = LOWER | {

@@ -6,7 +6,8 @@ from math import inf
 from typing import Literal
 
 from longctx.cluster.conductor.config import ConductorConfig, Role
-from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, check_joins, check_report, check_role
+from longctx.cluster.conductor.costs import PredictorCosts
+from longctx.cluster.conductor.instance import InstanceSpec, Report, check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
@@ -66,6 +67,12 @@ class Conductor:
         self._swapper = Swapper(config)
         self._admission = Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
+
+    @property
+    def policy_name(self) -> str:
+        """Name of the policy."""
+        policy = self.config.policy
+        return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
 
     # Instances.
 
@@ -146,7 +153,7 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def set_costs(self, name: str, costs: Costs) -> None:
+    def set_costs(self, name: str, costs: PredictorCosts) -> None:
         """Change the costs of an instance, such as those of a predictor that has been corrected since.
 
         Args:

@@ -45,9 +45,6 @@ class MemoryEstimate(NamedTuple):
 
         Args:
           lower: what to do where parameters, pages or steps take most; `{fit}` is how many pages fit.
-
-        Raises:
-          ValueError: it doesn't; the message has the numbers and what to do.
         """
         limit = available_bytes(device)
         if limit is None or self.total <= limit:
@@ -102,9 +99,6 @@ def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLi
 
     There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else,
     of which parameters are still to be loaded.
-
-    Raises:
-      ValueError: there is no room for one.
     """
     device, page = DeviceMemory.of(mesh.local_devices), page_bytes(model, config, mesh, dtype)
     if device is None:

@@ -80,11 +80,7 @@ class EngineSetup(NamedTuple):
         return PageIdentity(layout, page_fingerprint(model, params, layout))
 
     def open_store(self, pages: PageIdentity | None) -> PageKeeper | None:
-        """Open what keeps pages beyond the devices, as `config.tiers` says; None: nothing. A process keeps its part.
-
-        Raises:
-          ValueError, OSError: it can't.
-        """
+        """Open what keeps pages beyond the devices, as `config.tiers` says; None: nothing. A process keeps its part."""
         if pages is None or self.config.tiers is None:
             return None
         part = None if self.mesh is None else process_part(self.mesh, self.model.config)
@@ -96,9 +92,6 @@ class EngineSetup(NamedTuple):
         """Make the executor that runs batches on the mesh; returns it, and this setup with its number of pages.
 
         On accelerators these are as many as fit beside the largest programs of a step, which are compiled to find out.
-
-        Raises:
-          ValueError: there are no parameters, or there is no room for a page.
         """
         if params is None or self.mesh is None:
             raise ValueError("params must be given, unless an executor is")
@@ -148,13 +141,7 @@ class EngineSetup(NamedTuple):
         return core, processor, maker
 
     def begin_recording(self, recorder: Recorder, params: Params | None, core: Core, leads: bool) -> None:
-        """Let a recorder record the engine's core.
-
-        Raises:
-          ValueError: it records another engine, or this one follows another process, or has a policy or predictor
-            that no log can hold.
-          OSError: the log can't be written.
-        """
+        """Let a recorder record the engine's core."""
         if not leads:
             raise ValueError("recorder must be None but in the first process, which all others follow")
         if not isinstance(self.config.policy, str) or not isinstance(self.predictor, Writable):
@@ -184,11 +171,7 @@ def resolve(
     process_group: ProcessGroup | None,
     topology: Topology | None = None,
 ) -> EngineSetup:
-    """Check and complete the arguments of an `Engine`, which says what they are.
-
-    Raises:
-      TypeError, ValueError: they contradict each other, the model, the devices, or those of other processes.
-    """
+    """Check and complete the arguments of an `Engine`, which says what they are."""
     config = config or EngineConfig()
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
     max_length = config.longest_sequence(model.config.max_positions)
@@ -223,11 +206,7 @@ def resolve(
 
 
 def _agree(group: ProcessGroup, setup: EngineSetup, params: Params | None) -> EngineSetup:
-    """Return the setup with the hash key and the number of pages of all processes.
-
-    Raises:
-      ValueError: their engines are not alike; the message lists the differences.
-    """
+    """Return the setup with the hash key and the number of pages of all processes."""
     config, mesh, tokenizer = setup.config, setup.mesh, setup.tokenizer
     settings = dataclasses.asdict(config)
     secret = settings.pop("hash_key")
@@ -257,12 +236,7 @@ def _agree(group: ProcessGroup, setup: EngineSetup, params: Params | None) -> En
 
 
 def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh | None) -> Topology:
-    """The given topology, or the one that is found from the mesh.
-
-    Raises:
-      TypeError: it is none.
-      ValueError: it has no link for an axis of the plan.
-    """
+    """The given topology, or the one that is found from the mesh."""
     if topology is None:
         return find_topology(mesh)
     if not isinstance(topology, Topology):
@@ -274,11 +248,7 @@ def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh |
 def resolve_mesh(
     model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, group: ProcessGroup | None = None
 ) -> tuple[ParallelPlan, Mesh | None]:
-    """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params.
-
-    Raises:
-      TypeError, ValueError: they contradict each other, the model, or the devices that there are.
-    """
+    """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params."""
     if plan is not None and not isinstance(plan, ParallelPlan):
         raise TypeError(f"plan must be a ParallelPlan, got {plan!r}")
     if mesh is not None:

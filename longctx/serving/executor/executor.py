@@ -249,14 +249,14 @@ class DeviceExecutor:
 
     def move_pages(self, store: PageKeeper | None = None) -> None:
         """Let pages move to a store and back, and come from `sources`."""
-        most_read = read_bytes(self._config, self._plan.context, self.runner.page_layout.page_bytes)
+        most_read = read_bytes(self._config, self._plan.context, self.runner.transfer.layout.page_bytes)
         self.mover = PageMover(self.runner, store, self.sources, read_bytes=most_read)
         if store is not None:
             self.sources[TIERS] = store
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         if self._moves_pages:
-            self.runner.compile_pages()
+            self.runner.transfer.compile()
         programs = compile_shapes(self.runner, list(self.shapes), progress)
         if self.fit is not None:
             self.fit.check(programs)

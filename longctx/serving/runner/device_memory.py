@@ -135,9 +135,6 @@ class MemoryUse(NamedTuple):
 
         Args:
           needed: bytes for which there must be room besides.
-
-        Raises:
-          ValueError: they do not; the message has the numbers and the arguments to change.
         """
         missing = needed - self.unused - (0 if needed else self.autotuning + self.transfers + self.reserve)
         if missing <= 0:

@@ -4,6 +4,7 @@ A load is read a few pages at a time, so that several of them come forward toget
 before anybody sees it; the first page that is missing or wrong everywhere ends its load.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -308,21 +309,13 @@ class PageLoader:
                 self._release(held)
                 return
             load.given += held
-        for data in self._runs(pages, outs):
-            load.fetch.put(PageBlock(first, self._part, data))
-            first += len(data)
 
-    def _runs(self, pages: Sequence[HostPage | None], outs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        runs: list[list[int]] = []
-        data: list[np.ndarray] = []
-        for page, out in zip(pages, outs, strict=True):
-            if page is None:
-                runs.append([])
-                data.append(out[None])
-            elif runs and runs[-1] and page.slot == runs[-1][1]:
-                runs[-1][1] += 1
-                data[-1] = self._host.pages[runs[-1][0] : runs[-1][1]]
-            else:
-                runs.append([page.slot, page.slot + 1])
-                data.append(out[None])
-        return data
+        def place(i: int) -> object:
+            page = pages[i]
+            return (i,) if page is None else page.slot - i
+
+        for _, run in itertools.groupby(range(len(outs)), place):
+            at, *others = run
+            page = pages[at]
+            data = outs[at][None] if page is None else self._host.pages[page.slot : page.slot + 1 + len(others)]
+            load.fetch.put(PageBlock(first + at, self._part, data))
