@@ -22,7 +22,7 @@ from longctx.cli.workload import (
     tokenise,
     write_json,
 )
-from longctx.cluster.config import read_cluster
+from longctx.cluster.config import check_keys, prefixed, read_cluster
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.plotting import can_draw
@@ -31,7 +31,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import field_types
+from longctx.serving.validation import check_text, field_types
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.deployment import ClusterDeployment, Deployment
@@ -50,6 +50,8 @@ _SPAN = 20  # times a target's seconds, for which arrivals have to last until a 
 
 _NOT_OF_CLUSTERS = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
 _CLUSTER_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
+_CLUSTER_KEYS = {*_CLUSTER_SETTINGS, *field_types(ParallelPlan), *field_types(ClusterDeployment)}
+_CLUSTER_KEYS -= {"plan", "prefill", "decode", "coupled", "config", "settings", "names"}
 MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
 
 
@@ -316,8 +318,11 @@ def make_cluster(options: argparse.Namespace) -> ClusterDeployment:
     """The cluster of a file; flags say what it leaves open. ValueError names a key of the file, or a flag."""
     with prefixing("--cluster: "):
         file = read_cluster(options.cluster)
-    with prefixing("--cluster: [simulation] "):
+    with prefixed("--cluster: [simulation] "):
         found = dict(file.simulation)
+        check_keys("", found, _CLUSTER_KEYS)
+        for name in ("model", "topology"):
+            check_text(name, found.get(name, ""))
         axes = {name: found.pop(name) for name in field_types(ParallelPlan) if name in found}
         options.model = found.pop("model", options.model)
         model = named_model(options.model)
@@ -352,7 +357,8 @@ def _check_devices(name: str, count: int) -> None:
         raise ValueError(f"{name} must have at most {MAX_DEVICES:,} devices together, got {count:,}")
 
 
-def _change(fields: dict[str, Any]) -> Change:
+def _change(fields: Any) -> Change:
+    check_keys("changes: ", fields, ("at", "instance", "action"))
     if missing := {"at", "instance", "action"} - fields.keys():
         raise ValueError(f"changes must have {', '.join(sorted(missing))}")
     return Change(**fields)

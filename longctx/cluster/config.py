@@ -1,18 +1,18 @@
 """`read_cluster`: a cluster's file, `cluster.toml`, with the settings of its conductor, instances and launcher."""
 
+import contextlib
 import difflib
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from longctx.cluster.conductor.config import ROLES, ConductorConfig, Role, RoleConfig
 from longctx.cluster.server_url import check_server_url
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.validation import FieldType, Range, check_fields, field_types
+from longctx.serving.validation import FieldType, Range, check_fields
 
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
@@ -23,22 +23,13 @@ Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
 
 _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig) if each.name != "roles")
+_DRIVER = ("launcher", "report_seconds", "bandwidth", "latency")
 _TABLES = ("cluster", "engine", "roles", "ray", "simulation")
 _AtLeastZero = Annotated[float, Range(0)]
-_TEXT, _SWITCH, _NUMBER = FieldType(str), FieldType(bool), FieldType(float, range=Range(0))
-_INSTANCES, _SIZE = FieldType(int, range=Range(1, _MOST)), FieldType(int, range=Range(0, 2**63))
-_DRIVER = {"launcher": FieldType(str, choices=LAUNCHERS), "report_seconds": FieldType(float, range=Range(1e-3))}
-_DRIVER |= {"bandwidth": FieldType(float, range=Range(1)), "latency": _NUMBER}
+_TEXT, _INSTANCES = FieldType(str), FieldType(int, range=Range(1, _MOST))
 _ENTRY = {"role": FieldType(str, choices=ROLES), "name": _TEXT, "count": _INSTANCES, "url": _TEXT}
 _ENTRY |= {"flags": FieldType(dict), "devices": FieldType(list), "processes": _INSTANCES}
-_SIMULATION = dict.fromkeys(("model", "topology", "overlap", "first_token", "kv_dtype"), _TEXT)
-_SIMULATION |= dict.fromkeys(("page_size", "chunk", "coupled_chunk", "max_running"), _SIZE)
-_SIMULATION |= dict.fromkeys(("host_bytes", "coupled_host_bytes"), _SIZE)
-_SIMULATION |= dict.fromkeys(("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds"), _NUMBER)
-_SIMULATION |= field_types(ParallelPlan) | {"least_retry": _NUMBER, "changes": FieldType(list)}
-_SIMULATION |= dict.fromkeys(("prefix_cache", "roles_change", "swaps"), _SWITCH)
-_CHANGE = {"at": _NUMBER, "instance": _TEXT, "action": _TEXT}
-"""Keys of tables that are no settings of one class, and what their values may be."""
+"""Keys of an instance's table, and what their values may be."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +83,21 @@ class ClusterFile:
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       engine: flags of `longctx serve`, by their names, for every instance.
       ray: see `RayOptions`.
-      simulation: what `longctx simulate --cluster` is told of models, devices and links.
+      simulation: what `longctx simulate --cluster` is told of models, devices and links; it alone checks that.
     """
 
     instances: tuple[InstanceEntry, ...] = ()
     conductor: ConductorConfig = field(default_factory=ConductorConfig)
     launcher: Launcher = "processes"
-    report_seconds: float = 0.25
-    bandwidth: float = 1e9
-    latency: float = 0.0
+    report_seconds: Annotated[float, Range(1e-3)] = 0.25
+    bandwidth: Annotated[float, Range(1)] = 1e9
+    latency: _AtLeastZero = 0.0
     engine: Mapping[str, Any] = field(default_factory=dict)
     ray: RayOptions = field(default_factory=RayOptions)
     simulation: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def count(self, role: Role) -> int:
         """Count the instances of a role."""
@@ -127,33 +121,31 @@ def read_cluster(path: Path, launcher: Launcher | None = None) -> ClusterFile:
         raise ValueError(f"{path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
-    try:
+    with prefixed(f"{path}: "):
         return parse_cluster(contents, launcher)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None) -> ClusterFile:
     """Parse a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
-    _check_keys("", contents, (*_TABLES, "instances"))
+    check_keys("", contents, (*_TABLES, "instances"))
     for name in _TABLES:
         if not isinstance(contents.get(name, {}), dict):
             raise ValueError(f"{name} must be a table, [{name}], got {contents[name]!r}")
     settings, engine = contents.get("cluster", {}), contents.get("engine", {})
-    _check_keys("[cluster] ", settings, (*_CONDUCTOR, *_DRIVER))
-    own = {"launcher": "processes"} | {name: value for name, value in settings.items() if name in _DRIVER}
-    own = _checked("[cluster] ", own, _DRIVER) | ({} if launcher is None else {"launcher": launcher})
+    check_keys("[cluster] ", settings, (*_CONDUCTOR, *_DRIVER))
+    own = _made("[cluster] ", {name: settings[name] for name in _DRIVER if name in settings}, ClusterFile)
+    own = own if launcher is None else replace(own, launcher=launcher)
     roles = _made("[roles] ", contents["roles"], RoleConfig) if "roles" in contents else None
     chosen = {name: value for name, value in settings.items() if name in _CONDUCTOR}
-    instances = _read_instances(contents.get("instances", []), own["launcher"])
+    instances = _read_instances(contents.get("instances", []), own.launcher)
     _check_models(engine, instances)
-    return ClusterFile(
+    return replace(
+        own,
         instances=instances,
         conductor=_made("[cluster] ", chosen | {"roles": roles}, ConductorConfig),
         engine=MappingProxyType(dict(engine)),
         ray=_made("[ray] ", contents.get("ray", {}), RayOptions),
-        simulation=_read_simulation(contents.get("simulation", {})),
-        **own,
+        simulation=MappingProxyType(dict(contents.get("simulation", {}))),
     )
 
 
@@ -188,7 +180,9 @@ def _read_entry(
     """Yield the instances of an entry; `numbers` counts those of each role without a name of their own."""
     if "role" not in entry:
         raise ValueError(f"{place}role must be one of {', '.join(ROLES)}")
-    _checked(place, entry, _ENTRY)
+    check_keys(place, entry, _ENTRY)
+    with prefixed(place):
+        entry = {name: _ENTRY[name].check(name, value) for name, value in entry.items()}
     role, name, url, count = entry["role"], entry.get("name"), entry.get("url"), entry.get("count")
     flags, processes = entry.get("flags", {}), entry.get("processes", 1)
     if name is not None and not (0 < len(name) <= 100 and name.isprintable()):
@@ -235,35 +229,24 @@ def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry])
                 )
 
 
-def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    _checked("[simulation] ", found, _SIMULATION)
-    changes = found.get("changes", [])
-    if not isinstance(changes, list) or not all(isinstance(each, dict) for each in changes):
-        raise ValueError(f"[simulation] changes must be tables, [[simulation.changes]], got {changes!r}")
-    for each in changes:
-        _checked("[[simulation.changes]] ", each, _CHANGE)
-    return MappingProxyType(dict(found))
-
-
-def _checked(place: str, found: Mapping[str, Any], types: Mapping[str, FieldType]) -> dict[str, Any]:
-    """Return the values of a table as Python's own types; ValueError names the place and the key."""
-    _check_keys(place, found, types)
-    try:
-        return {name: types[name].check(name, value) for name, value in found.items()}
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}{error}") from None
-
-
 def _made(place: str, found: Mapping[str, Any], kind: Any) -> Any:
     """Make settings of a table; ValueError names the place and the key."""
-    _check_keys(place, found, [each.name for each in fields(kind)])
-    try:
+    check_keys(place, found, [each.name for each in fields(kind)])
+    with prefixed(place):
         return kind(**found)
+
+
+@contextlib.contextmanager
+def prefixed(place: str) -> Iterator[None]:
+    """Begin the messages of errors within it with their place."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}{error}") from None
 
 
-def _check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ValueError for a key that is not known, and name the one that is meant."""
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, list(known), 1)

@@ -117,7 +117,7 @@ class PassKV:
             return self.kernel.forward(Operands(q, block[0], block[-1], queries, keys, bias), state)
 
         keys_of = tokens_by_hop(keys, self.axis_name, self.hops)
-        return fold_ring(stack_keys(k, v), keys_of, step, self.axis_name, hops=self.hops)
+        return fold_ring(stack_keys(k, v), keys_of, step, self.axis_name, None, self.hops, True)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys, bias = operands

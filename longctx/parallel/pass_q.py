@@ -157,7 +157,7 @@ def pass_q_forward(
             partials = jnp.zeros_like(part, shape=(num_ranks, part.size))
         return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
-    partials = fold_ring((q,), queries_of, step, axis_name)
+    partials = fold_ring((q,), queries_of, step, axis_name, may_loop=True)
     partials = lax.all_to_all(partials, axis_name, 0, 0, tiled=True)
     return merge_states(*unpack_states(partials, shape))
 

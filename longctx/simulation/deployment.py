@@ -8,7 +8,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig, Role
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.config import LlamaConfig
-from longctx.models.validation import check_integer, check_kv_dtype
+from longctx.models.validation import check_bool, check_integer, check_kv_dtype, check_real
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -234,6 +234,10 @@ class ClusterDeployment(_System):
             check_integer(name, getattr(self, name), 0)
         for name in ("page_size", "chunk", "coupled_chunk", "max_running"):
             check_integer(name, getattr(self, name), 1)
+        for name, low in (("bandwidth", 1), ("latency", 0)):
+            check_real(name, getattr(self, name), low)
+        for name in ("prefix_cache", "roles_change"):
+            check_bool(name, getattr(self, name))
         if not (self.coupled or (self.prefill and self.decode)):
             raise ValueError("prefill and decode must both be at least 1, or coupled must be")
         if self.names and len(self.names) != self.num_instances:

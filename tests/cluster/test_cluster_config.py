@@ -126,11 +126,6 @@ def test_the_least_that_it_must_say(tmp_path: Path) -> None:
         (LEAST + "[ray]\ngpu = 1", r"\[ray\] unknown key 'gpu'"),
         (LEAST + "[ray]\ngpus = -1", r"\[ray\] gpus must be"),
         (LEAST + '[ray]\nstrategy = "ANY"', r"\[ray\] strategy must be one of"),
-        (LEAST + "[simulation]\nmodel = 3", r"\[simulation\] model must be"),
-        (LEAST + '[simulation]\nchanges = [{at = "1"}]', r"\[\[simulation.changes\]\] at must be a number"),
-        (LEAST + "[simulation]\nchanges = [{instance = [1]}]", r"\[\[simulation.changes\]\] instance must be a string"),
-        (LEAST + "[simulation]\nlinks = 3", r"\[simulation\] unknown key 'links'"),
-        (LEAST + "[simulation]\npage_size = 1.5", r"\[simulation\] page_size must be"),
         ("[[instances]\n", "is no TOML"),
     ],
 )

@@ -13,13 +13,12 @@ from cluster.ways import OPTIONS
 
 from longctx.cluster.transfer.messages import (
     TO_SENDER,
+    Alive,
     Block,
     Close,
     End,
-    FromSender,
     Grant,
     Open,
-    Opened,
     Place,
     decode,
     digest_of,
@@ -52,12 +51,11 @@ def say(kind: type[Any], *fields: Any) -> Callable[[int], Frames]:
 class FakeSender:
     """A sender that opens a transfer, and then says what a test wants."""
 
-    def __init__(self, opened: Callable[[int], FromSender] | None = None) -> None:
+    def __init__(self) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self._opened = opened or (lambda fetch: Opened(fetch, LAYOUT, b""))
 
     def answer(self, frames: Callable[[int], Frames], copies: int = 1) -> None:
         """Open the next transfer, wait until blocks are granted, and send some frames, unless it is refused before."""
@@ -66,7 +64,7 @@ class FakeSender:
             peer, header = self.socket.recv_multipart()
             message = decode(header, TO_SENDER)
             if isinstance(message, Open):
-                self.socket.send_multipart([peer, encode(self._opened(message.fetch))])
+                self.socket.send_multipart([peer, encode(Alive(message.fetch))])
             elif isinstance(message, Close):
                 return
             elif isinstance(message, Grant) and message.blocks:
@@ -79,8 +77,8 @@ class FakeSender:
 
 
 @contextlib.contextmanager
-def transfer(opened: Callable[[int], FromSender] | None = None) -> Iterator[tuple[FakeSender, PageReceiver, Taker]]:
-    sender = FakeSender(opened)
+def transfer() -> Iterator[tuple[FakeSender, PageReceiver, Taker]]:
+    sender = FakeSender()
     try:
         with PageReceiver(LAYOUT, options=OPTIONS) as receiver:
             taker = Taker(receiver.source(sender.address, "lease"), make_keys(3), LAYOUT)
@@ -119,7 +117,7 @@ def transfer(opened: Callable[[int], FromSender] | None = None) -> Iterator[tupl
         (lambda fetch: [b"no header"], "corrupt"),
         (lambda fetch: [], "corrupt"),
         (lambda fetch: [encode(Grant(fetch, 1))], "malformed"),  # what a receiver says
-        (lambda fetch: [encode(Opened(fetch, LAYOUT, b"")), b"more"], "malformed"),
+        (lambda fetch: [encode(Alive(fetch)), b"more"], "malformed"),
     ],
 )
 def test_a_sender_that_breaks_the_protocol(frames: Callable[[int], Frames], outcome: str) -> None:
@@ -136,20 +134,6 @@ def test_blocks_that_were_not_granted() -> None:
         sender.answer(lambda fetch: block(number=next(count))(fetch), copies=OPTIONS.window_blocks + 1)
         assert taker.finish(max_bytes=0) == 0
         assert receiver.stats.outcomes["malformed"] == 1
-
-
-@pytest.mark.parametrize(
-    "opened",
-    [
-        lambda fetch: Opened(fetch, LAYOUT._replace(page_size=8), b""),
-        lambda fetch: Opened(fetch, LAYOUT, b"other weights"),
-    ],
-)
-def test_pages_of_another_kind_are_refused(opened: Callable[[int], FromSender]) -> None:
-    with transfer(opened) as (sender, receiver, taker):
-        sender.answer(block())
-        assert taker.finish() == 0
-        assert receiver.stats.outcomes["refused"] == 1
 
 
 def test_the_right_block_is_taken() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from longctx.kernels import attention
+from longctx.kernels import attention, plan_attention
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -153,10 +153,13 @@ def _values_and_gradients(
     return results | {f"d{name}": grad for name, grad in grads.items()}
 
 
+planned = jax.jit(plan_attention, static_argnames=("causal", "window", "implementation"))
+
+
 def run(case: Case, dtype: object, implementation: str, gradients: bool = True) -> dict[str, np.ndarray]:
     """Values and gradients as float64; computed in `dtype`, results asked for in float32 or wider.
 
-    Values alone are computed without `jax.jit`.
+    Values alone are computed without `jax.jit`, but for the plan, whose operations would compile one by one.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays.items()}
@@ -165,7 +168,11 @@ def run(case: Case, dtype: object, implementation: str, gradients: bool = True) 
         d_out, d_lse = (jnp.asarray(x, wide) for x in (case.d_out, case.d_lse))
         results = _values_and_gradients(arrays, masks, d_out, d_lse, case.rule, implementation)
     else:
-        results = _values(arrays, masks, case.rule, implementation, wide)
+        options = RULES[case.rule]
+        visible = {name: options[name] for name in ("causal", "window") if name in options}
+        plan = planned(arrays["q"], arrays["k"], **masks, **visible, implementation=implementation)
+        out, lse = attention(**arrays, **options, plan=plan, out_dtype=wide)
+        results = {"out": out, "lse": lse}
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 

@@ -216,7 +216,7 @@ CALL = {
         (
             {"implementation": "fast"},
             ValueError,
-            r"implementation must be None or one of \['mosaic_gpu', 'reference', 'xla'\]",
+            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'xla'\], or",
         ),
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
         ({"plan": 3}, TypeError, "plan must be what plan_paged_attention returns, got int"),

@@ -6,7 +6,8 @@ from math import inf
 from typing import Literal
 
 from longctx.cluster.conductor.config import ConductorConfig, Role
-from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, check_joins, check_report, check_role
+from longctx.cluster.conductor.costs import PredictorCosts
+from longctx.cluster.conductor.instance import InstanceSpec, Report, check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
@@ -67,6 +68,12 @@ class Conductor:
         self._admission = Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
 
+    @property
+    def policy_name(self) -> str:
+        """Name of the policy."""
+        policy = self.config.policy
+        return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
+
     # Instances.
 
     def join(self, spec: InstanceSpec, now: float) -> None:
@@ -83,30 +90,18 @@ class Conductor:
         check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
-    def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; its open requests go on.
+    def drain(self, name: str, now: float, is_draining: bool = True) -> None:
+        """Assign nothing more to an instance, or (False) something again; its open requests go on.
 
         Args:
           name: of the instance.
           now: seconds of the driver's clock.
+          is_draining: from now on.
 
         Raises:
           ValueError: there is none of this name.
         """
-        self._instance(name).is_draining = True
-        self.state.sort()
-
-    def restore(self, name: str, now: float) -> None:
-        """Assign requests to an instance again that was drained.
-
-        Args:
-          name: of the instance.
-          now: seconds of the driver's clock.
-
-        Raises:
-          ValueError: there is none of this name.
-        """
-        self._instance(name).is_draining = False
+        self._instance(name).is_draining = is_draining
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
@@ -146,7 +141,7 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def set_costs(self, name: str, costs: Costs) -> None:
+    def set_costs(self, name: str, costs: PredictorCosts) -> None:
         """Change the costs of an instance, such as those of a predictor that has been corrected since.
 
         Args:
@@ -355,7 +350,7 @@ class Conductor:
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
-        held = {name: match.blocks for name, match in self.index.match(keys).items()}
+        held = self.index.match(keys)
         matches = dict(held)
         for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):

@@ -18,7 +18,7 @@ _FAR = 2**16  # tokens of a context
 
 @dataclass(frozen=True)
 class PredictorCosts:
-    """`Costs` by the predictor of the engine's own scheduler.
+    """Seconds and bytes of work on an instance, by the predictor of the engine's own scheduler.
 
     A prompt is `predictor.prefill_seconds` in steps of `chunk` tokens, and with several stages, what its last step
     takes in the stages after the first (SPP). Decodes are one batch: over context ranks its rows and keys are shared

@@ -1,35 +1,15 @@
-"""An instance as the conductor sees it: its description, its costs, its reports, and the checks of these."""
+"""An instance as the conductor sees it: its description, its reports, and the checks of these."""
 
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple
 
 from longctx.cluster.conductor.config import ROLES, Role
+from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.prefix_index.index import TIERS
 from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 from longctx.serving.validation import AboveZero, Range, check_fields
-
-
-@runtime_checkable
-class Costs(Protocol):
-    """Seconds and bytes of work on an instance, by the one cost model (`longctx.serving.predictor`)."""
-
-    def prefill_seconds(self, cached: int, prompt: int) -> float:
-        """Return the seconds of prefilling a prompt alone, of which `cached` leading tokens are cached."""
-        ...
-
-    def decode_seconds(self, batch: int, tokens: int) -> float:
-        """Return the seconds of a step of `batch` decodes whose contexts have `tokens` tokens in all: their TBT."""
-        ...
-
-    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
-        """Return the seconds of a step of decodes and of the whole rest of a prompt; inf: it has no room for it."""
-        ...
-
-    def transfer_bytes(self, tokens: int) -> float:
-        """Return the bytes of keys and values of a number of tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +18,7 @@ class InstanceSpec:
 
     Attributes:
       name: no other instance of the cluster has it.
+      costs: seconds and bytes of its work, by the one cost model.
       fingerprint: of its weights and of the form of its pages: only equal ones exchange pages.
       kv_dtype: of keys and values in its pages; empty: not known.
       block_size: tokens of a block, one key each; the same in the whole cluster.
@@ -54,7 +35,7 @@ class InstanceSpec:
 
     name: str
     role: Role
-    costs: Costs
+    costs: PredictorCosts
     block_size: Annotated[int, Range(1, MAX_INT32)]
     decode_tokens: Annotated[int, Range(0, sys.maxsize)]
     max_running: Annotated[int, Range(1, sys.maxsize)]

@@ -1,9 +1,9 @@
-"""Launchers of a cluster's instances: as processes of this machine, or none for instances that run already."""
+"""Launcher of a cluster's instances as processes of this machine."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.launcher.supervised import Command, Supervised
@@ -20,17 +20,16 @@ class Launched(NamedTuple):
     Attributes:
       name: no other one has it.
       command: see `MakeCommand`.
-      environment: more variables, where the router's own machine runs it. members: the same of each process of an
-        instance of several, which are told their place by `--coordinator` and the like.
       files: that the command names, such as secrets, which have to be where it runs.
+      environments: more variables of each of its processes, where the router's own machine runs them; several are told
+        their place by `--coordinator` and the like.
     """
 
     name: str
     role: Role
     command: MakeCommand
     files: tuple[str, ...] = ()
-    environment: Mapping[str, str] = MappingProxyType({})
-    members: tuple[Mapping[str, str], ...] = ()
+    environments: tuple[Mapping[str, str], ...] = (MappingProxyType({}),)
 
 
 class Address(NamedTuple):
@@ -45,49 +44,8 @@ Moved = Callable[[Address], object]
 """Function that is called with an instance that was started again at another address; from any thread."""
 
 
-@runtime_checkable
-class Launcher(Protocol):
-    """Component that starts instances, and starts again those that end.
-
-    Attributes:
-      moved: see `Moved`.
-    """
-
-    moved: Moved
-
-    def start(self) -> list[Address]:
-        """Start all, and return before they are ready; RuntimeError: they can't be started."""
-        ...
-
-    @property
-    def problem(self) -> str | None:
-        """Reason why an instance will never be there; None: there is none."""
-        ...
-
-    def close(self) -> None:
-        """End all, and wait until they are gone."""
-        ...
-
-
-class StaticLauncher:
-    """Launcher of instances that run already, started by Slurm or Kubernetes: it starts and ends none."""
-
-    problem: str | None = None
-
-    def __init__(self, addresses: Sequence[Address]) -> None:
-        self._addresses = list(addresses)
-        self.moved: Moved = lambda address: None
-
-    def start(self) -> list[Address]:
-        """Return their addresses."""
-        return self._addresses
-
-    def close(self) -> None:
-        """Do nothing: they go on."""
-
-
 class ProcessLauncher:
-    """Launcher of instances as processes of this machine.
+    """Launcher of instances as processes of this machine; without any, of those that run already.
 
     Each has the same port whenever it is started again. They end with this process, however that ends. An instance of
     several processes is started and ends as one.
@@ -108,9 +66,13 @@ class ProcessLauncher:
         addresses = [*self._others]
         for each in self._instances:
             port = self._reserve()
-            commands = [Command(each.command(_HOST, port, (_HOST,)), each.environment)]
-            if each.members:
-                commands = _commands(each, commands[0], f"{_HOST}:{self._reserve()}")
+            command, count, group = each.command(_HOST, port, (_HOST,)), len(each.environments), list[str]()
+            if count > 1:
+                group = [f"--coordinator={_HOST}:{self._reserve()}", f"--num-processes={count}", "--process-id="]
+            commands = [
+                Command([*command, *group[:2], *(f"{flag}{i}" for flag in group[2:])], environment)
+                for i, environment in enumerate(each.environments)
+            ]
             process = self.processes[each.name] = Supervised(each.name, *commands)
             process.start()
             addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
@@ -145,12 +107,3 @@ def hold_port(host: str, port: int = 0) -> socket.socket:
         held.close()
         raise
     return held
-
-
-def _commands(instance: Launched, command: Command, coordinator: str) -> list[Command]:
-    """Make the command of each process of an instance of several."""
-    group = [f"--coordinator={coordinator}", f"--num-processes={len(instance.members)}"]
-    return [
-        Command([*command.arguments, *group, f"--process-id={i}"], {**command.environment, **member})
-        for i, member in enumerate(instance.members)
-    ]

@@ -122,7 +122,10 @@ class RayLauncher:
         self.problem: str | None = None
         self.moved: Moved = lambda address: None
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="longctx ray", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._watch, args=(index, each), name=f"longctx ray {each.name}", daemon=True)
+            for index, each in enumerate(self._instances)
+        ]
 
     def start(self) -> list[Address]:
         """Start all, and return before they are ready; RuntimeError: the Ray cluster is not there, or has no room."""
@@ -147,14 +150,16 @@ class RayLauncher:
             self._make(index, each)
         for each in self._instances:
             self._start(each)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return [*self._others, *(self._address(each) for each in self._instances)]
 
     def close(self) -> None:
         """End all, and wait until they are gone."""
         self._is_closing.set()
-        if self._thread.ident:
-            self._thread.join(_CALL_SECONDS)
+        for thread in self._threads:
+            if thread.ident:
+                thread.join(_CALL_SECONDS)
         ray = self._ray
         if ray.is_initialized():
             stops = [actor.stop.remote() for actor in self.actors.values()]
@@ -166,17 +171,6 @@ class RayLauncher:
             if self._began:
                 ray.shutdown()
         self.actors.clear()
-
-    def states(self) -> dict[str, HostState]:
-        """Return the states of the instances' processes; those whose actors don't answer are left out."""
-        calls = {name: actor.state.remote() for name, actor in self.actors.items()}
-        found = {}
-        for name, call in calls.items():
-            try:
-                found[name] = self._ray.get(call, timeout=_CALL_SECONDS)
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
-                continue
-        return found
 
     def _make(self, index: int, instance: Launched) -> None:
         """Make an actor, and reserve the address of its instance."""
@@ -201,28 +195,20 @@ class RayLauncher:
         host, port = self._places[instance.name]
         return Address(instance.name, instance.role, f"http://{host_port(host, port)}")
 
-    def _watch(self) -> None:
-        """Make new actors, with their processes, for those that are lost."""
-        back_offs = {each.name: BackOff() for each in self._instances}
-        began = {each.name: time.monotonic() for each in self._instances}
-        again = dict.fromkeys(began, 0.0)
+    def _watch(self, index: int, instance: Launched) -> None:
+        """Make a new actor of an instance, with its process, when it is lost."""
+        errors, back_off, began = self._ray.exceptions, BackOff(), time.monotonic()
         while not self._is_closing.wait(_LOOK_SECONDS):
             try:
-                states = self.states()
+                state = self._ray.get(self.actors[instance.name].state.remote(), timeout=_CALL_SECONDS)
+                self.problem = self.problem or state.problem
+            except (errors.RayActorError, errors.GetTimeoutError):
+                logger.warning("longctx: %s is lost, with its Ray actor", instance.name)
+                if not self._is_closing.wait(back_off.after(time.monotonic() - began)):
+                    began = time.monotonic()
+                    self._replace(index, instance)
             except Exception:  # Ray itself is gone, or goes
                 logger.exception("longctx: the Ray cluster does not answer")
-                continue
-            for index, each in enumerate(self._instances):
-                state, now = states.get(each.name), time.monotonic()
-                if state is not None:
-                    again[each.name] = 0.0
-                    self.problem = self.problem or state.problem
-                elif not again[each.name]:
-                    again[each.name] = now + back_offs[each.name].after(now - began[each.name])
-                    logger.warning("longctx: %s is lost, with its Ray actor", each.name)
-                elif now >= again[each.name] and not self._is_closing.is_set():
-                    began[each.name], again[each.name] = now, 0.0
-                    self._replace(index, each)
 
     def _replace(self, index: int, instance: Launched) -> None:
         before = self._address(instance)

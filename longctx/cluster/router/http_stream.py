@@ -6,11 +6,10 @@ that they are closed: 2.6 us of CPU for an event of 8 streams, against httpx's 1
 """
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import httptools
 import httpx
@@ -92,42 +91,32 @@ class HttpStream:
         return await self._open(), True
 
     async def _open(self) -> "_Connection":
-        loop = asyncio.get_running_loop()
+        encrypted = True if self._is_encrypted else None
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                encrypted = True if self._is_encrypted else None
-                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=encrypted)
+                streams = await asyncio.open_connection(self._host, self._port, limit=_MOST_BUFFERED, ssl=encrypted)
         except (OSError, TimeoutError) as error:
             message = str(error) or f"nobody answers within {_CONNECT_SECONDS:.0f} s"
             raise httpx.ConnectError(message) from None
-        return connection
+        return _Connection(*streams)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection:
     """Connection for one request at a time.
 
     Attributes:
       has_received: something of the answer.
-      is_lost: it is closed, or about to be.
     """
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._reason = "it was closed"
-        self.is_lost = False
-        self._begin()
-
-    def _begin(self) -> None:
-        """Reset what is there of an answer."""
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: dict[str, str] = {}
-        self._head: Head | None = None
-        self._parts: list[bytes] = []
-        self._buffered = 0
-        self._is_paused = self._is_complete = self.has_received = self._is_kept = False
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
     # `HttpStream` calls these.
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is closed, or about to be."""
+        return self._reader.at_eof() or self._reader.exception() is not None or self._writer.is_closing()
 
     @property
     def is_reusable(self) -> bool:
@@ -135,15 +124,18 @@ class _Connection(asyncio.Protocol):
         return self._is_complete and self._is_kept and not self.is_lost
 
     def send(self, head: bytes, body: bytes) -> None:
-        self._begin()
-        assert self._transport is not None
-        if not self.is_lost:
-            self._transport.writelines([head, body])
+        """Begin a request, and forget what is there of an answer."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._head: Head | None = None
+        self._parts: list[bytes] = []
+        self._is_complete = self._is_kept = self.has_received = False
+        self._writer.writelines([head, body])
 
     async def head(self, silence: float) -> Head:
         """Wait for the head of the answer."""
         while self._head is None:
-            await self._wait(silence)
+            await self._receive(silence)
         return self._head
 
     async def read(self, silence: float) -> bytes | None:
@@ -151,57 +143,29 @@ class _Connection(asyncio.Protocol):
         while not self._parts:
             if self._is_complete:
                 return None
-            await self._wait(silence)
-        parts, self._parts, self._buffered = self._parts, [], 0
-        if self._is_paused and self._transport is not None:
-            self._is_paused = False
-            self._transport.resume_reading()
+            await self._receive(silence)
+        parts, self._parts = self._parts, []
         return b"".join(parts)
 
     def close(self) -> None:
-        self.is_lost = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._writer.transport.abort()
 
-    async def _wait(self, silence: float) -> None:
-        if self.is_lost:
-            raise httpx.ReadError(self._reason)
-        self._waiter = asyncio.get_running_loop().create_future()
+    async def _receive(self, silence: float) -> None:
         try:
             async with asyncio.timeout(silence):
-                await self._waiter
+                data = await self._reader.read(_MOST_BUFFERED)
         except TimeoutError:
             raise httpx.ReadTimeout(f"nothing has come for {silence:.0f} s") from None
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    # The event loop calls these.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
-
-    def data_received(self, data: bytes) -> None:
+        except OSError as error:
+            raise httpx.ReadError(str(error) or type(error).__name__) from None
+        if not data:
+            raise httpx.ReadError("it was closed")
         self.has_received = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._reason = f"what it sends is no HTTP: {error}"
             self.close()
-        if self._buffered > _MOST_BUFFERED and not self._is_paused and self._transport is not None:
-            self._is_paused = True
-            with contextlib.suppress(RuntimeError):
-                self._transport.pause_reading()
-        self._wake()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_lost = True
-        if error is not None:
-            self._reason = str(error) or type(error).__name__
-        self._wake()
+            raise httpx.ReadError(f"what it sends is no HTTP: {error}") from None
 
     # The parser calls these.
 
@@ -213,7 +177,6 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         self._parts.append(part)
-        self._buffered += len(part)
 
     def on_message_complete(self) -> None:
         self._is_complete, self._is_kept = True, self._parser.should_keep_alive()

@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.config import ROLES, Role
+from longctx.cluster.conductor.config import Role
 from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
@@ -32,6 +32,26 @@ _READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
 _ANY = ("*", "0.0.0.0", "[::]")  # hosts of endpoints that listen on all addresses
+
+
+class RouterSettings(NamedTuple):
+    """Settings of a router alone.
+
+    Attributes:
+      instance_key: of an administrator of the instances; None: they need none.
+      bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
+      look_seconds: between two looks at each instance.
+      max_waiting: completions of the prompts of one call.
+      metrics_prefix: of the metrics that vLLM has too.
+    """
+
+    instance_key: str | None = None
+    bandwidth: float = 1e9
+    latency: float = 0.0
+    look_seconds: float = 0.25
+    max_waiting: int = 1024
+    metrics_prefix: str = "longctx"
+
 
 State = Literal["joining", "open", "draining", "dead", "excluded"]
 """Never reached yet; taking requests; finishing what it has; not there any more; not to be trusted."""
@@ -84,30 +104,23 @@ class Instances:
 
     Args:
       events: reads the KV events of members, by which the index knows which blocks they have.
-      key: of an administrator of the instances; None: they need none.
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
       vocab_size: of the model. max_length: of prompts and answers, in tokens.
-      bandwidth, latency, look_seconds: see `RouterSettings`.
     """
 
     def __init__(
         self,
         conductor: Conductor,
         events: KvEventReader,
-        key: str | None,
+        settings: RouterSettings,
         page_size: int,
         keys: str | None,
         vocab_size: int,
         max_length: int,
-        bandwidth: float,
-        latency: float = 0.0,
-        look_seconds: float = 0.25,
     ) -> None:
-        self._conductor, self._events, self._key = conductor, events, key
-        self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
-        self._max_length = max_length
-        self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
+        self._conductor, self._events, self._settings = conductor, events, settings
+        self._page_size, self._keys, self._vocab_size, self._max_length = page_size, keys, vocab_size, max_length
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._http = httpx.AsyncClient(
@@ -128,11 +141,9 @@ class Instances:
         """Watch an instance from now on, or the one that is known by this URL.
 
         Raises:
-          ValueError: the URL, name or role is none, or the name is another one's.
+          ValueError: the URL is none, or the name is another one's.
         """
         url = check_server_url("url", url)
-        if role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
         known = next((each for each in self.by_name.values() if each.client.url == url), None)
         if known is not None:
             return known
@@ -141,7 +152,7 @@ class Instances:
             raise ValueError(
                 f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
             )
-        instance = Instance(name, InstanceClient(self._http, url, self._key), role)
+        instance = Instance(name, InstanceClient(self._http, url, self._settings.instance_key), role)
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
         return instance
@@ -164,13 +175,11 @@ class Instances:
         """Undo `drain`, and end an exclusion."""
         instance.is_held, instance.retry_at = False, 0.0
         if instance.state == "draining":
-            self._conductor.restore(instance.name, time.monotonic())
+            self._conductor.drain(instance.name, time.monotonic(), False)
             instance.state, instance.reason = "open", ""
 
     def set_role(self, instance: Instance, role: Role) -> None:
-        """Change what it does from now on. ValueError: there is no such role."""
-        if role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+        """Change what it does from now on."""
         if instance.is_member:
             self._conductor.set_role(instance.name, role, time.monotonic())
         instance.role = role
@@ -216,7 +225,7 @@ class Instances:
             except Exception as error:
                 logger.exception("the router could not look at %s", instance.name)
                 self.exclude(instance, f"the router could not look at it: {type(error).__name__}")
-            await asyncio.sleep(self._look_seconds if instance.is_member else _PAUSE * min(1.0, count / 8))
+            await asyncio.sleep(self._settings.look_seconds if instance.is_member else _PAUSE * min(1.0, count / 8))
 
     async def _join(self, instance: Instance) -> None:
         """Let an instance in that answers as it should."""
@@ -244,8 +253,8 @@ class Instances:
                 block_size=info.page_size,
                 decode_tokens=info.max_total_num_tokens,
                 max_running=info.max_running,
-                bandwidth=self._bandwidth,
-                latency=self._latency,
+                bandwidth=self._settings.bandwidth,
+                latency=self._settings.latency,
                 fingerprint=info.kv_transfer.fingerprint,
                 kv_dtype=info.kv_transfer.kv_dtype,
                 cache_blocks=info.cache_blocks,

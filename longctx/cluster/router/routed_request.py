@@ -21,7 +21,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.request import Assignment, Bound, ClusterRequest, Decision, Rejection
 from longctx.cluster.router.instance_client import ProtocolError, Refused
 from longctx.cluster.router.instances import Instance, Instances
-from longctx.cluster.router.router_metrics import RouterStats
+from longctx.cluster.router.router_metrics import RouterMetrics
 from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
@@ -65,7 +65,7 @@ class Routing:
 
     conductor: Conductor
     instances: Instances
-    stats: RouterStats
+    stats: RouterMetrics
     vocab_size: int
     clock: Callable[[], float]
     failures: dict[str, ApiError]

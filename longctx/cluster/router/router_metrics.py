@@ -1,4 +1,4 @@
-"""Metrics of a router: `RouterStats` counts, `RouterMetrics` renders them in Prometheus's text form.
+"""Metrics of a router in Prometheus's text form.
 
 Metrics that an engine's server has too have the same names here. Those of a cluster alone are `longctx:cluster_...`.
 """
@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.request import Assignment, ClusterRequest
-from longctx.cluster.prefix_index.index import TIERS, PrefixIndex
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.cluster.router.instances import Instances
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request
@@ -47,8 +47,12 @@ _REASONS: dict[FinishReason, str] = {
 }
 
 
-class RouterStats:
-    """Counts of a router, written in the event loop and read by scrapes.
+class RouterMetrics(RenderedMetrics):
+    """Metrics of a router: counts, written in the event loop, and what instances and conductor say at a scrape.
+
+    Args:
+      prefix: of the metrics that vLLM has too.
+      max_length: of prompts and answers, in tokens.
 
     Attributes:
       assignments: by (prefill instance, decode instance).
@@ -62,9 +66,18 @@ class RouterStats:
       ended_prompt_tokens, output_tokens: of completions; those that clients have had.
       histograms: of durations as clients see them, by the names of their metrics.
       ttft_ratio: time to first token over that predicted.
+      requests: returns how many requests run, and how many wait.
+
+    Raises:
+      ValueError: prefix is no name of letters, digits and underscores.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(
+        self, prefix: str, model_name: str, conductor: Conductor, instances: Instances, max_length: int
+    ) -> None:
+        self._prefix, self._conductor, self._instances = check_prefix(prefix), conductor, instances
+        self._labels = {"model_name": model_name, "engine": "cluster"}
+        self.requests: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.assignments: Counter[tuple[str, str]] = Counter()
         self.transfers: Counter[tuple[str, str]] = Counter()
         self.rejections: Counter[tuple[str, str]] = Counter()
@@ -83,6 +96,7 @@ class RouterStats:
             "request_generation_tokens": Histogram("Tokens of a completion.", lengths),
         }
         self.ttft_ratio = Histogram("Time to the first token over that predicted.", _RATIO)
+        self._register()
 
     def note_assignment(self, assignment: Assignment, request: ClusterRequest, is_again: bool) -> None:
         """Count a request that was placed; `is_again`: not for the first time."""
@@ -112,38 +126,9 @@ class RouterStats:
             mean = (metrics.last_token - metrics.first_token) / (metrics.output_tokens - 1)
             seen["request_time_per_output_token_seconds"].observe(mean)
 
-
-class RouterMetrics(RenderedMetrics):
-    """Renderer of a router's metrics.
-
-    Args:
-      prefix: of the metrics that vLLM has too.
-      requests: returns how many requests run, and how many wait.
-
-    Raises:
-      ValueError: prefix is no name of letters, digits and underscores.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        model_name: str,
-        policy_name: str,
-        conductor: Conductor,
-        index: PrefixIndex,
-        instances: Instances,
-        stats: RouterStats,
-        requests: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._prefix, self._policy_name = check_prefix(prefix), policy_name
-        self._conductor, self._index, self._instances = conductor, index, instances
-        self._stats, self._requests = stats, requests
-        self._labels = {"model_name": model_name, "engine": "cluster"}
-        self._register()
-
     def observe_refusal(self, reason: str) -> None:
         """Count a refused request; in the event loop's thread."""
-        self._stats.refusals[reason] += 1
+        self.refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, for `prometheus_client`."""
@@ -153,29 +138,29 @@ class RouterMetrics(RenderedMetrics):
 
     def _of_clients(self) -> Iterator[Metric]:
         """Yield metrics that an engine's server has too."""
-        prefix, labels, stats = f"{self._prefix}:", self._labels, self._stats
-        running, waiting = self._requests()
+        prefix, labels = f"{self._prefix}:", self._labels
+        running, waiting = self.requests()
         loads = [each.load.token_usage for each in self._instances if each.load is not None]
         usage = sum(loads) / len(loads) if loads else 0.0
         yield gauge(prefix + "num_requests_running", "Requests that have had a token.", labels, running)
         yield gauge(prefix + "num_requests_waiting", "Requests that have had none.", labels, waiting)
         yield gauge(prefix + "kv_cache_usage_perc", "Mean share of instances' pages that are held.", labels, usage)
         for name, help, value in (
-            ("prefix_cache_queries", "Tokens of prompts that were placed.", stats.prompt_tokens),
-            ("prefix_cache_hits", "Tokens of them that an instance had, by KV events.", stats.cached_tokens),
-            ("prompt_tokens", "Tokens of prompts of completions that ended.", stats.ended_prompt_tokens),
-            ("generation_tokens", "Tokens that clients have had.", stats.output_tokens),
+            ("prefix_cache_queries", "Tokens of prompts that were placed.", self.prompt_tokens),
+            ("prefix_cache_hits", "Tokens of them that an instance had, by KV events.", self.cached_tokens),
+            ("prompt_tokens", "Tokens of prompts of completions that ended.", self.ended_prompt_tokens),
+            ("generation_tokens", "Tokens that clients have had.", self.output_tokens),
         ):
             yield counter(prefix + name, help, labels, value)
-        ends = dict(stats.ends)
+        ends = dict(self.ends)
         yield counter(prefix + "request_success", "Completions that ended.", labels, ends, "finished_reason")
-        for name, histogram in stats.histograms.items():
+        for name, histogram in self.histograms.items():
             yield histogram.family(prefix + name, labels)
         refused = "Requests refused."
-        yield counter("longctx:requests_refused", refused, labels, dict(stats.refusals), "reason")
+        yield counter("longctx:requests_refused", refused, labels, dict(self.refusals), "reason")
 
     def _of_instances(self) -> Iterator[Metric]:
-        labels = self._labels
+        labels, index = self._labels, self._conductor.index
         states = Counter((each.role, each.state) for each in self._instances)
         yield gauge(PREFIX + "instances", "Instances.", labels, states, "role", "state")
         now = time.monotonic()
@@ -188,32 +173,32 @@ class RouterMetrics(RenderedMetrics):
         blocks: dict[tuple[str, ...], float] = {}
         for view in views:
             for tier in TIERS:
-                blocks[view.name, tier] = self._index.blocks(view.name, tier)
+                blocks[view.name, tier] = index.blocks(view.name, tier)
         help = "Blocks that an instance has, by its KV events."
         yield gauge(PREFIX + "instance_blocks", help, labels, blocks, "instance", "tier")
-        yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, self._index.num_blocks)
-        yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, self._index.num_bytes)
+        yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, index.num_blocks)
+        yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, index.num_bytes)
         loads = self._conductor.loads(now)._asdict()
         yield gauge(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, loads, "pool")
 
     def _of_decisions(self) -> Iterator[Metric]:
-        labels, stats, policy = self._labels, self._stats, self._policy_name
+        labels, policy = self._labels, self._conductor.policy_name
         placed: Counter[tuple[str, ...]] = Counter()
-        for (prefill, decode), count in tuple(stats.assignments.items()):
+        for (prefill, decode), count in tuple(self.assignments.items()):
             placed[policy, "prefill", prefill] += count
             placed[policy, "decode", decode] += count
         help, columns = "Requests that were placed on an instance.", ("policy", "stage", "instance")
         yield counter(PREFIX + "assignments", help, labels, placed, *columns)
         help = "Prefixes that one instance sent another before its prefill."
-        yield counter(PREFIX + "transfers", help, labels, stats.transfers, "source", "instance")
+        yield counter(PREFIX + "transfers", help, labels, self.transfers, "source", "instance")
         help = "Requests that were rejected, by what binds and before which stage."
-        yield counter(PREFIX + "rejections", help, labels, stats.rejections, "bound", "stage")
+        yield counter(PREFIX + "rejections", help, labels, self.rejections, "bound", "stage")
         help = "Requests that an instance did not bring to their end."
-        yield counter(PREFIX + "failures", help, labels, stats.failures, "instance", "reason")
+        yield counter(PREFIX + "failures", help, labels, self.failures, "instance", "reason")
         for name, help, count in (
-            ("retries", "How often a request went on elsewhere.", stats.retries),
-            ("role_changes", "Roles of instances that were changed by load.", stats.role_changes),
-            ("swapped_blocks", "Cold blocks that instances were told to take out of a tier.", stats.swapped_blocks),
+            ("retries", "How often a request went on elsewhere.", self.retries),
+            ("role_changes", "Roles of instances that were changed by load.", self.role_changes),
+            ("swapped_blocks", "Cold blocks that instances were told to take out of a tier.", self.swapped_blocks),
         ):
             yield counter(PREFIX + name, help, labels, count)
-        yield stats.ttft_ratio.family(PREFIX + "ttft_over_predicted", labels)
+        yield self.ttft_ratio.family(PREFIX + "ttft_over_predicted", labels)

@@ -156,7 +156,7 @@ def _loads_router(server: RouterServer) -> APIRouter:
                 "max_model_len": server.max_length,
                 "vocab_size": server.vocab_size,
                 "instances": len(server.instances.members),
-                "policy": server.policy_name,
+                "policy": server.conductor.policy_name,
                 "admission": str(config.admission),
                 "ttft": config.ttft,
                 "tpot": config.tpot,

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -18,9 +17,9 @@ from longctx.cluster.launcher.launcher import Address
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import ProtocolError
-from longctx.cluster.router.instances import Instances
+from longctx.cluster.router.instances import Instances, RouterSettings
 from longctx.cluster.router.routed_request import RoutedRequest, Routing, rejected
-from longctx.cluster.router.router_metrics import RouterMetrics, RouterStats
+from longctx.cluster.router.router_metrics import RouterMetrics
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.config import LlamaConfig
 from longctx.models.tokenizer import Tokenizer
@@ -45,25 +44,6 @@ MOST_ID = 200
 """Characters of a request's id that instances are told: the last ones, which make it unique."""
 
 
-class RouterSettings(NamedTuple):
-    """Settings of a router alone.
-
-    Attributes:
-      instance_key: of an administrator of the instances; None: they need none.
-      bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
-      look_seconds: between two looks at each instance.
-      max_waiting: completions of the prompts of one call.
-      metrics_prefix: of the metrics that vLLM has too.
-    """
-
-    instance_key: str | None = None
-    bandwidth: float = 1e9
-    latency: float = 0.0
-    look_seconds: float = 0.25
-    max_waiting: int = 1024
-    metrics_prefix: str = "longctx"
-
-
 class ClusterBackend:
     """`Backend` over the instances of a cluster, as an engine's thread is one over its engine. For the event loop.
 
@@ -79,12 +59,13 @@ class ClusterBackend:
         self,
         conductor: Conductor,
         instances: Instances,
+        stats: RouterMetrics,
         vocab_size: int,
-        max_length: int,
         failures: dict[str, ApiError],
         flush: Callable[[], object],
     ) -> None:
-        self.stats = RouterStats(max_length)
+        self.stats = stats
+        stats.requests = lambda: (self.num_running, self.num_waiting)
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._routing = Routing(
             conductor, instances, self.stats, vocab_size, time.monotonic, failures, flush, self._note_end
@@ -207,36 +188,20 @@ class RouterServer(Frontend):
         self.instances = Instances(
             self.conductor,
             self.events,
-            router.instance_key,
+            router,
             config.page_size,
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
             self.max_length,
-            router.bandwidth,
-            router.latency,
-            router.look_seconds,
+        )
+        self.metrics: RouterMetrics = RouterMetrics(
+            router.metrics_prefix, model_names[0], self.conductor, self.instances, self.max_length
         )
         self.cluster = ClusterBackend(
-            self.conductor, self.instances, model.vocab_size, self.max_length, self.failures, self._flush
+            self.conductor, self.instances, self.metrics, model.vocab_size, self.failures, self._flush
         )
         self.backend = self.cluster
-        self.metrics: RouterMetrics = RouterMetrics(
-            router.metrics_prefix,
-            model_names[0],
-            self.policy_name,
-            self.conductor,
-            self.index,
-            self.instances,
-            self.cluster.stats,
-            lambda: (self.cluster.num_running, self.cluster.num_waiting),
-        )
         self._upkeep: asyncio.Task[None] | None = None
-
-    @property
-    def policy_name(self) -> str:
-        """Name of the conductor's policy."""
-        policy = self.conductor.config.policy
-        return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
 
     def loads(self) -> dict[str, float]:
         """Predicted time over its SLO, by pool."""

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from longctx.cluster.transfer.stats import Outcome
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
-VERSION = 2
+VERSION = 3
 _DIGEST_BYTES = 8
 _MOST_TEXT = 500
 
@@ -75,16 +75,8 @@ class Release(Struct, tag=True, array_like=True, frozen=True):
     lease: Text
 
 
-class Opened(Struct, tag=True, array_like=True, frozen=True):
-    """Sender: the transfer begins, of pages of this layout and fingerprint."""
-
-    fetch: Number
-    layout: PageLayout
-    fingerprint: Annotated[bytes, Meta(max_length=64)]
-
-
 class Alive(Struct, tag=True, array_like=True, frozen=True):
-    """Sender: a sign of life while no block is sent."""
+    """Sender: a sign of life, first when the transfer begins."""
 
     fetch: Number
 
@@ -121,7 +113,7 @@ class Refused(Struct, tag=True, array_like=True, frozen=True):
 
 
 FromReceiver = Open | Grant | Pulled | Close | Release
-FromSender = Opened | Alive | Block | End | Refused
+FromSender = Alive | Block | End | Refused
 TO_SENDER = msgspec.msgpack.Decoder(FromReceiver)
 TO_RECEIVER = msgspec.msgpack.Decoder(FromSender)
 _ENCODER = msgspec.msgpack.Encoder()

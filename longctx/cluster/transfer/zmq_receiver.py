@@ -91,7 +91,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import make_lease_id, PageReceiver, PageSender
+      >>> from longctx.cluster.transfer import PageReceiver, PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
       >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
@@ -104,7 +104,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
       >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> with PageSender(shelf, layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
       ...     woken = threading.Event()
-      ...     fetch = receiver.source(sender.address, make_lease_id()).fetch(keys, woken.set)
+      ...     fetch = receiver.source(sender.address, "0123").fetch(keys, woken.set)
       ...     while not fetch.is_over:
       ...         _ = woken.wait(1.0)
       ...         woken.clear()
@@ -260,7 +260,6 @@ class _Stream:
     granted: int = 0
     held: int = 0
     heard: float = field(default_factory=time.monotonic)
-    is_open: bool = False
     num_come: int = 0
     num_ready: int = 0
     num_sent: int | None = None
@@ -387,21 +386,15 @@ class _Fetch(SocketThread):
         if message.fetch != stream.number:
             raise messages.Malformed("a message of another transfer")
         stream.heard = time.monotonic()
+        self._receiver.known.add(stream.address)
         if isinstance(message, messages.Block):
             self._read_block(stream, message, frames)
         elif frames:
             raise messages.Malformed(f"a message of {1 + len(frames)} frames")
         elif isinstance(message, messages.Refused):
-            self._refuse(stream, message.reason)
-        elif isinstance(message, messages.Opened):
-            stream.is_open = True
-            self._receiver.known.add(stream.address)
-            try:
-                self._layout.check_same(message.layout, "the sender")
-                if message.fingerprint != self._receiver.fingerprint:
-                    self._refuse(stream, "the pages are of another model or of other weights")
-            except ValueError as error:
-                self._refuse(stream, str(error))
+            reason = messages.shorten(message.reason)
+            _LOG.warning("longctx: a transfer from %s was refused: %s", stream.address, reason)
+            self._end("refused")
         elif isinstance(message, messages.End):
             if message.number != stream.num_come:
                 raise messages.Lost(f"{message.number} blocks were sent and {stream.num_come} received")
@@ -409,10 +402,6 @@ class _Fetch(SocketThread):
             self._end_if_over()
         else:
             assert isinstance(message, messages.Alive)
-
-    def _refuse(self, stream: _Stream, reason: str) -> None:
-        _LOG.warning("longctx: a transfer from %s was refused: %s", stream.address, messages.shorten(reason))
-        self._end("refused")
 
     def _read_block(self, stream: _Stream, message: messages.Block, frames: list[Any]) -> None:
         self._check_block(stream, message)
@@ -433,8 +422,8 @@ class _Fetch(SocketThread):
 
     def _check_block(self, stream: _Stream, message: messages.Block) -> None:
         """Raise Lost if a block before this one is missing, Malformed if it is none of this transfer."""
-        if not stream.is_open or stream.num_sent is not None:
-            raise messages.Malformed("a block before the transfer was opened or after its end")
+        if stream.num_sent is not None:
+            raise messages.Malformed("a block after the end of the transfer")
         if message.number != stream.num_come:
             raise messages.Lost(f"block {stream.num_come} was lost: the next one received was {message.number}")
         part = messages.part_of(message)

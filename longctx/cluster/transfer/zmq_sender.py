@@ -205,7 +205,7 @@ class PageSender(SocketThread):
             post, queue = functools.partial(self._post, peer), functools.partial(self._queue.put, peer)
             stream = _SendStream(message.fetch, post, self.stats, queue, self._staging)
             self._streams[peer, message.fetch] = stream
-            self._send(peer, messages.Opened(message.fetch, self._layout, self._fingerprint))
+            self._send(peer, messages.Alive(message.fetch))
             try:
                 stream.start(self._export(message, lease_timeout, stream.closed))
             except RuntimeError:  # there are as many threads as there may be

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from longctx.cluster.conductor.config import ROLES, Role
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.conductor.instance import Costs, InstanceSpec
+from longctx.cluster.conductor.instance import InstanceSpec
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
 from longctx.models.validation import check_real
@@ -86,7 +86,7 @@ class ClusterInstance:
         check_real("latency", self.latency, 0)
 
     @functools.cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> PredictorCosts:
         """Costs of its work, by which the conductor decides."""
         config, plan = self.config, self.plan
         chunk = Chunking.parse(config.chunking, config.token_budget, config.max_running).tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from longctx.cluster.launcher import supervised
-from longctx.cluster.launcher.launcher import Address, Launched, ProcessLauncher, StaticLauncher
+from longctx.cluster.launcher.launcher import Address, Launched, ProcessLauncher
 from longctx.cluster.launcher.supervised import BackOff
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def command(*more: str) -> Callable[[str, int, Sequence[str]], list[str]]:
 
 
 def launched(*names: str) -> list[Launched]:
-    return [Launched(name, "both", command(name), (), {"CUDA_VISIBLE_DEVICES": name}) for name in names]
+    return [Launched(name, "both", command(name), (), ({"CUDA_VISIBLE_DEVICES": name},)) for name in names]
 
 
 def answer(url: str) -> str | None:
@@ -106,7 +106,7 @@ def test_an_instance_of_several_processes_lives_and_dies_as_one(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(supervised, "_LAST_SECONDS", 0.5)
     members = tuple({"CUDA_VISIBLE_DEVICES": f"{2 * i},{2 * i + 1}"} for i in range(3))
-    launcher = ProcessLauncher([Launched("group", "both", command(), members=members)])
+    launcher = ProcessLauncher([Launched("group", "both", command(), environments=members)])
     try:
         [address] = launcher.start()
         wait_until("it answers", lambda: answer(address.url))
@@ -159,7 +159,7 @@ def test_pauses_grow_and_begin_anew() -> None:
 
 def test_somebody_else_starts_static_ones() -> None:
     address = Address("far", "decode", "http://10.0.0.5:8000")
-    launcher = StaticLauncher([address])
+    launcher = ProcessLauncher([], [address])
     assert launcher.start() == [address]
     assert launcher.problem is None
     launcher.close()

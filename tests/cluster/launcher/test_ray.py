@@ -69,6 +69,10 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
         made.close()
 
 
+def state(launcher: RayLauncher, name: str) -> Any:
+    return ray.get(launcher.actors[name].state.remote())
+
+
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
@@ -78,14 +82,14 @@ def test_instances_on_ray(launcher: RayLauncher) -> None:
     for each in (one, two):
         wait_until("it answers", lambda url=each.url: answer(url), 60)
     # A process that dies is started again by its actor, at the same port.
-    pid: Any = launcher.states()["one"].pid
+    pid: Any = state(launcher, "one").pid
     os.kill(pid, signal.SIGKILL)
-    wait_until("it is started again", lambda: launcher.states()["one"].num_starts == 2, 30)
+    wait_until("it is started again", lambda: state(launcher, "one").num_starts == 2, 30)
     wait_until("it answers again", lambda: answer(one.url), 30)
     # An actor that dies takes its process along, and is made anew.
     moved: list[Address] = []
     launcher.moved = moved.append
-    before: Any = launcher.states()["two"].pid
+    before: Any = state(launcher, "two").pid
     ray.kill(launcher.actors["two"])
     wait_until("its process is gone", lambda: not is_alive(before), 30)
 
@@ -93,7 +97,7 @@ def test_instances_on_ray(launcher: RayLauncher) -> None:
         return moved[-1].url if moved else two.url
 
     wait_until("another one answers", lambda: answer(address()), 60)
-    pids = [state.pid for state in launcher.states().values()]
+    pids = [state(launcher, name).pid for name in ("one", "two")]
     launcher.close()
     for each in pids:
         wait_until("it is gone", lambda pid=each: pid is None or not is_alive(pid), 30)
