@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from longctx.annotations import Real
-from longctx.kernels.attention.operands import check_types
+from longctx.kernels.attention.operands import Implementation, check_types
 from longctx.parallel.context_parallel import context_parallel_attention
 
 _PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest", *lax.Precision)
@@ -36,7 +36,7 @@ def attention_fn(
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Callable[..., Array]:
     """An `attention_fn` for `nnx.MultiHeadAttention`: exact attention, its tokens sharded over a mesh.
 

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
+from longctx.kernels.attention.operands import Implementation
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
@@ -109,7 +110,7 @@ class ContextParallelAttention(nnx.Module):
         axis_name: str = "context",
         head_axis: str | None = None,
         batch_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import ATTENTION_STATE
+from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.partitioning import match_varying
 from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
 from longctx.models.params import Param, Params, map_table, param_shape, param_table
@@ -38,7 +39,7 @@ class Plan:
     axes: MeshAxes | None
     layout: str
     method: str
-    implementation: str | None
+    implementation: Implementation | None
     remat: bool
     chunk_size: int | None
     fsdp: bool = False

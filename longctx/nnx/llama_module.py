@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
-from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.attention.operands import Implementation, check_implementation
 from longctx.models.layer_stacks import LayerRuns, put_together
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
@@ -142,7 +142,7 @@ def to_nnx(
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     remat: bool = False,
     chunk_size: int | None = None,
     fsdp: bool = False,
