@@ -30,26 +30,28 @@ from longctx.serving.predictor.roofline import roofline
 
 LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
 CHUNK, DECODE_TOKENS, BANDWIDTH = 8192, 1_300_000, 100e9
+INSTANCES, RATE = 64, 60.0  # the latter: requests a second of virtual time
+BLOCK, HELD = 64, 1_000_000  # tokens of a block; blocks that the index holds beside
 
 
-def make_cluster(instances: int, policy: str, admission: str, block: int, held: int) -> tuple[Conductor, PrefixIndex]:
-    """Half of the instances prefill; each of those holds `held` blocks that no request of the benchmark has."""
+def make_cluster(policy: str, admission: str) -> tuple[Conductor, PrefixIndex]:
+    """Half of the instances prefill; together those hold `HELD` blocks that no request of the benchmark has."""
     predictor, plan = roofline(LLAMA_70B, Topology.preset("a100-nvlink"), CHUNK, tensor=8), ParallelPlan(tensor=8)
     rng, index = np.random.default_rng(1), PrefixIndex()
     conductor = Conductor(ConductorConfig(policy, admission), index)  # type: ignore[arg-type]
-    for i in range(instances):
-        role: Role = "prefill" if i < instances // 2 else "decode"
+    for i in range(INSTANCES):
+        role: Role = "prefill" if i < INSTANCES // 2 else "decode"
         costs = PredictorCosts.of_model(predictor, LLAMA_70B, CHUNK, plan)  # each has its own, as they do when serving
-        conductor.join(InstanceSpec(f"{role}-{i}", role, costs, block, DECODE_TOKENS, 256, BANDWIDTH), 0.0)
+        conductor.join(InstanceSpec(f"{role}-{i}", role, costs, BLOCK, DECODE_TOKENS, 256, BANDWIDTH), 0.0)
         if role == "prefill":
-            index.store(f"{role}-{i}", "host", rng.integers(0, 2**64, held, np.uint64))
+            index.store(f"{role}-{i}", "host", rng.integers(0, 2**64, HELD // (INSTANCES // 2), np.uint64))
     return conductor, index
 
 
-def drawn_requests(count: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
+def drawn_requests(count: int) -> Iterator[tuple[int, int, np.ndarray]]:
     """(prompt tokens, output tokens, keys) of conversations, each prompt of which has the one before as its prefix."""
     rng = np.random.default_rng(0)
-    system = rng.integers(0, 2**64, 1024 // block, np.uint64)
+    system = rng.integers(0, 2**64, 1024 // BLOCK, np.uint64)
     conversations: list[np.ndarray] = []
     for _ in range(count):
         if conversations and rng.random() < 0.6:
@@ -57,27 +59,24 @@ def drawn_requests(count: int, block: int) -> Iterator[tuple[int, int, np.ndarra
         else:
             at = len(conversations)
             conversations.append(system)
-        more = int(rng.exponential(4000)) // block + 1
+        more = int(rng.exponential(4000)) // BLOCK + 1
         conversations[at] = np.concatenate([conversations[at], rng.integers(0, 2**64, more, np.uint64)])
-        keys = conversations[at][: 128_000 // block]
-        yield len(keys) * block + int(rng.integers(1, block)), int(rng.exponential(200)) + 1, keys
+        keys = conversations[at][: 128_000 // BLOCK]
+        yield len(keys) * BLOCK + int(rng.integers(1, BLOCK)), int(rng.exponential(200)) + 1, keys
 
 
 def measure(
-    conductor: Conductor, index: PrefixIndex, requests: list[ClusterRequest], outputs: list[int], rate: float
+    conductor: Conductor, index: PrefixIndex, requests: list[ClusterRequest], outputs: list[int]
 ) -> dict[str, float]:
     """Serve requests as predicted, and take the CPU time of what the conductor does."""
     events: list[tuple[float, int, str, str]] = []  # what will happen: (when, order, what, whose)
     order, spent, slowest, placed, hits = itertools.count(), 0.0, 0.0, 0, 0
-    reports, clock, length = (
-        0.0,
-        time.process_time,
-        {each.request_id: n for each, n in zip(requests, outputs, strict=True)},
-    )
+    reports, clock = 0.0, time.process_time
+    length = {each.request_id: n for each, n in zip(requests, outputs, strict=True)}
     gc.collect()
     gc.disable()
     for number, request in enumerate(requests):
-        now = number / rate
+        now = number / RATE
         begun = clock()
         while events and events[0][0] <= now:
             when, _, what, request_id = heapq.heappop(events)
@@ -111,22 +110,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=64)
     parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--rate", type=float, default=60.0, help="requests a second of virtual time")
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="that the index holds beside")
-    options = parser.parse_args()
-    count, block = options.requests, options.block
-    lengths = [*drawn_requests(count, block)]
-    print(f"{options.instances} instances, {count:,} requests, {options.blocks:,} other blocks in the index\n")
+    count = parser.parse_args().requests
+    lengths = [*drawn_requests(count)]
+    print(f"{INSTANCES} instances, {count:,} requests, {HELD:,} other blocks in the index\n")
     cases = [(each, "none") for each in POLICIES]
     cases += [(POLICIES[-1], each) for each in ADMISSION_RULES if each != "none"]
     for policy, admission in cases:
-        held = options.blocks // (options.instances // 2)
-        conductor, index = make_cluster(options.instances, policy, admission, block, held)
+        conductor, index = make_cluster(policy, admission)
         requests = [ClusterRequest(str(i), tokens, 2048, keys) for i, (tokens, _, keys) in enumerate(lengths)]
-        found = measure(conductor, index, requests, [output for _, output, _ in lengths], options.rate)
+        found = measure(conductor, index, requests, [output for _, output, _ in lengths])
         print(f"{policy:16} {admission:26}", *(f"{name} {value:.4g}" for name, value in found.items()), sep="  ")
 
 

@@ -10,7 +10,6 @@ the rows that are left of 512 for a chunk of the last one's prompt.
 """
 
 import argparse
-import functools
 import resource
 import sys
 import time
@@ -30,7 +29,7 @@ from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.request.completion import Completion, Detokenizer
-from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunker, Chunking
 from longctx.serving.scheduler.policy import make_policy
@@ -39,6 +38,7 @@ from longctx.serving.scheduler.sequence import Sequence
 
 RUNNING, BUDGET, PAGE = 128, 512, 64
 STEPS = 50  # of a round
+CONTEXTS = 1_000, 100_000, 1_000_000, 10_000_000
 MODEL = Llama(LlamaConfig(256, 16, 16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, max_positions=2**31 - 1))
 
 
@@ -66,8 +66,9 @@ class RunningHost:
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
         longest = max(lengths) + steps + 2 + unread
-        make = functools.partial(MeshModelRunner, MODEL, params, make_mesh(), 1, PAGE)
-        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
+        sizes = 1, PAGE, RUNNING, -(-longest // PAGE), config.step_rows(ParallelPlan()).largest
+        runner = ModelRunner(MODEL, params, make_mesh(), *sizes)
+        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, runner)
         self.scheduler = Scheduler(_chunker(BUDGET), PagePool(pages), PAGE, RUNNING)
         self.core = Core(self.scheduler, PageHash(bytes(32), PAGE), None, run_ahead=2)
         self.bytes_sent: set[int] = set()
@@ -123,7 +124,7 @@ class RunningHost:
     def step(self) -> Parts:
         """Plan and assemble one step, and take the results of the one before."""
         device = self.executor.runner
-        assert isinstance(device, MeshModelRunner)
+        assert isinstance(device, ModelRunner)
         state = device.state
         begin = time.thread_time_ns()
         batch = self.scheduler.schedule(0.0)
@@ -153,10 +154,10 @@ def _chunker(budget: int) -> Chunker:
     return Chunker(make_policy("ilrs", 0.5), predictor, Chunking(False, budget), page_size=PAGE)
 
 
-def measure(name: str, mixed: bool, contexts: list[int], rounds: int) -> None:
+def measure(name: str, mixed: bool, rounds: int) -> None:
     """Print the lines of a row."""
-    cases = {context: RunningHost(context, (rounds + 1) * STEPS, mixed) for context in contexts}
-    times: dict[int, list[Parts]] = {context: [] for context in contexts}
+    cases = {context: RunningHost(context, (rounds + 1) * STEPS, mixed) for context in CONTEXTS}
+    times: dict[int, list[Parts]] = {context: [] for context in CONTEXTS}
     for index in range(rounds + 1):
         for context, case in cases.items():
             parts = [case.step() for _ in range(STEPS)]
@@ -171,12 +172,11 @@ def measure(name: str, mixed: bool, contexts: list[int], rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help=f"of {STEPS} steps, of each case")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1_000, 100_000, 1_000_000, 10_000_000])
     options = parser.parse_args()
     print("| step | tokens | scheduler | assembly | both, median | p10 | p99 | results | bytes sent |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, mixed in (("decode", False), ("mixed", True)):
-        measure(name, mixed, options.contexts, options.rounds)
+        measure(name, mixed, options.rounds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{options.rounds} rounds, peak memory {peak:.1f} GiB", file=sys.stderr)
 

@@ -112,13 +112,12 @@ def contiguous_contender(batch: list[Work], dtype: str) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     gflops, gbytes = matmul_gflops(arguments.rounds), read_gbytes(2**26, arguments.rounds)
     print(f"bounds: {gflops:.0f} GFLOP/s (float32 matrix product of 2048), {gbytes:.1f} GB/s read\n")
     print("| dtype | rows | implementation | ms | bound, ms | contiguous's time / this |")
     print("|---|---|---|---|---|---|")
-    for dtype in arguments.dtypes:
+    for dtype in ("float32", "bfloat16"):
         for name, batch in BATCHES.items():
             flops = sum(4 * work.pairs() * HEADS * HEAD_SIZE for work in batch)
             read = sum(2 * work.keys() * KV_HEADS * HEAD_SIZE for work in batch) * jnp.dtype(dtype).itemsize

@@ -18,20 +18,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="measured workloads; without, built-in mixes")
     parser.add_argument("--seconds", type=float, default=WINDOW, help="of the window")
-    parser.add_argument("--rate", type=float, default=1.75, help="requests a second")
-    parser.add_argument("--systems", nargs="+", default=["medha"], metavar="NAME", help="baselines")
     options = parser.parse_args()
-    print("| system | normalised TTFT P50 / P90 | short: median TTFT | long: read | long: P99 waited | TPOT P50 |")
-    print("|---|---|---|---|---|---|")
-    for system in options.systems:
-        found = serve(Inputs(0, options.data, False), system, "long", options.rate, options.seconds)
-        p50, p90 = np.quantile(found.waited / alone(found.prompt), (0.5, 0.9))
-        short, long = (np.quantile(found.waited[x], q) for x, q in ((~found.is_long, 0.5), (found.is_long, 0.99)))
-        print(
-            f"| {system} | {p50:.1f} / {p90:.1f} | {short:.3f} s | {found.long_ended} of {found.is_long.sum()} "
-            f"| {long:,.0f} s | {1e3 * found.tpot_quantile(0.5):.1f} ms |",
-            flush=True,
-        )
+    print("| normalised TTFT P50 / P90 | short: median TTFT | long: read | long: P99 waited | TPOT P50 |")
+    print("|---|---|---|---|---|")
+    found = serve(Inputs(0, options.data, False), "medha", "long", 1.75, options.seconds)
+    p50, p90 = np.quantile(found.waited / alone(found.prompt), (0.5, 0.9))
+    short, long = (np.quantile(found.waited[x], q) for x, q in ((~found.is_long, 0.5), (found.is_long, 0.99)))
+    print(
+        f"| {p50:.1f} / {p90:.1f} | {short:.3f} s | {found.long_ended} of {found.is_long.sum()} "
+        f"| {long:,.0f} s | {1e3 * found.tpot_quantile(0.5):.1f} ms |"
+    )
 
 
 if __name__ == "__main__":

@@ -131,15 +131,13 @@ def most_waiting(record: Record) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of the workloads")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--requests", type=int, help="of each workload, at most; default: as asked")
     options = parser.parse_args()
     print(
         "| workload | requests | CPU s | wall s | asked | events | steps | steps/s | events/s | simulated | waiting |"
     )
     print("|---" * 11 + "|", flush=True)
-    for name in options.cases:
-        case = CASES[name]
+    for case in CASES.values():
         requests = case.arrive(read_workload(options.data / case.file, options.requests or case.num_requests))
         print(measure(case, requests), flush=True)
 

@@ -130,28 +130,21 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
 
 
-LIBRARY = """
+PRINTING = """
 import os, sys
-from longctx.cli import terminal
-with terminal.stdout_is_ours():
-    os.write(1, b"[Gloo] connected\\n")
-    print("text")
-print("and later")
-"""
-LONG = """
-import sys
 from longctx import cli
-cli._run = lambda arguments: print("text " * 100_000) or 0
-sys.exit(cli.main())
+cli._run = lambda arguments: {0} or print({1}) or 0
+cli.program()
 """
+LIBRARY = PRINTING.format("os.write(1, b'[Gloo] connected\\n') and 0", "'text'")
 
 
 @pytest.mark.parametrize(
     ("shell", "program", "out", "err"),
     [
-        ('"$0" -c "$1"', LIBRARY, "text\nand later\n", "[Gloo] connected\n"),
-        ('"$0" -c "$1" >&-', LIBRARY.partition("    os.write")[0] + "    print()", "", ""),
-        ('"$0" -c "$1" | head -c 4', LONG, "text", ""),
+        ('"$0" -c "$1"', LIBRARY, "text\n", "[Gloo] connected\n"),
+        ('"$0" -c "$1" >&-', PRINTING.format(0, "'text'"), "", ""),
+        ('"$0" -c "$1" | head -c 4', PRINTING.format(0, "'text ' * 100_000"), "text", ""),
     ],
     ids=["what a library prints", "closed", "the reader leaves"],
 )

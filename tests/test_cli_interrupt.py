@@ -42,7 +42,7 @@ SERVING = {"module": "longctx.simulation.replay", "owner": "Served", "name": "of
 WRITING = {
     "module": "longctx.models.quantize_checkpoint",
     "owner": "",
-    "name": "_whole",
+    "name": "_quantized",
     "seconds": SECONDS,
     "skip": 0,
 }

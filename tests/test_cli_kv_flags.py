@@ -34,7 +34,7 @@ def options(**given: Any) -> argparse.Namespace:
     ],
 )
 def test_sizes(text: str, count: int) -> None:
-    assert parse_bytes("--kv-host-bytes", text) == count
+    assert parse_bytes(text) == count
 
 
 def test_tiers_of_flags(tmp_path: Path) -> None:

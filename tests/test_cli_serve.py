@@ -17,7 +17,7 @@ import pytest
 from longctx import cli
 from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import config_arguments
-from longctx.cli.flags import read
+from longctx.cli.flags import parse_weight, read
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
@@ -65,13 +65,15 @@ def test_every_flag_may_stand_in_the_file(tmp_path: Path, monkeypatch: pytest.Mo
             value = True
         elif action.choices:
             value = list(action.choices)[-1]
+        elif action.type is parse_weight:
+            value = f"tenant-{number}={number}.0"
         elif action.type in (None, str, Path):
             value = f"text-{number}"
         elif action.type is float:
             value = number + 0.5
         shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
         lines.append(f"{name if number % 2 else name.replace('-', '_')} = {shown}")
-        value = action.const if action.nargs == 0 else Path(str(value)) if action.type is Path else value
+        value = action.const if action.nargs == 0 else action.type(str(value)) if callable(action.type) else value
         expected[action.dest] = [value] if isinstance(action.default, list) else value
     assert len(expected) > 60
     monkeypatch.setattr("longctx.cli.flags.check_options", lambda options: None)  # no such files are there
@@ -89,6 +91,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 def test_lists_repeat_a_flag(tmp_path: Path) -> None:
     assert parse(tmp_path, 'api-key = ["one-one-1", "bob two-two-2"]').api_key == ["one-one-1", "bob two-two-2"]
+    assert parse(tmp_path, "buckets = [8, 64]").buckets == parse(tmp_path, "buckets = '8,64'").buckets == (8, 64)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
         (PAIR, ["--instance-key-file", "no-such"], "--instance-key-file: no such file"),
         ("[engine]\npage-sise = 3\n" + PAIR, [], "[engine] unknown key 'page-sise': did you mean 'page-size'"),
         ("[engine]\npage_size = 0\n" + PAIR, [], "[engine] --page-size must be"),
-        ("[engine]\nplacement = 'any'\n" + PAIR, [], "[engine] argument --placement: invalid choice"),
+        ("[engine]\nplacement = 'any'\n" + PAIR, [], "[engine] --placement: invalid choice"),
         ("[engine]\nport = 1\n" + PAIR, [], "[engine] port is set by who starts the instances"),
         ("[engine]\nkv_secret_file = 'no-such'\n" + PAIR, [], "[engine] kv_secret_file"),
         (PAIR + "flags = { admin-key = 'x' }\n", [], "decode-0: flags.admin-key is set by"),

@@ -25,15 +25,12 @@ ROOT = Path(__file__).parent.parent
 SHELLS = ("sh", "bash")
 # Lines that a reader would type: no output of a program begins like this.
 COMMAND = re.compile(r"^(\$ )?(longctx|pip|python3?|make|srun|sbatch|kubectl|examples/\S+) ", re.MULTILINE)
-# Of the pages, those that compile no more than one engine; the README's block is the quickstart's, too.
+# Of the pages, those that run in the quick tests; the README's block is the quickstart's, too.
 QUICK = (
     "README.md",
     "docs/how_to/choose_a_plan.md",
     "docs/recipes.md",
-    "docs/scheduling.md",
     "docs/simulation.md",
-    "docs/simulation_baselines.md",
-    "docs/simulation_cluster.md",
 )
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 FENCE = re.compile(r"^[ ]*```(\w*)(?: (.*))?\n((?:.*\n)*?)^[ ]*```$", re.MULTILINE)

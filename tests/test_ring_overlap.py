@@ -32,6 +32,7 @@ def test_predictions() -> None:
     assert ring_overlap.prediction_table() in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_rehearsal_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ring_overlap, "CHOICES", {"none": "", "multiprocessors": ring_overlap.CHOICES["multiprocessors"]}
@@ -46,6 +47,7 @@ def test_a_rehearsal_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert json.loads(json.dumps(rows)) == rows
 
 
+@pytest.mark.slow
 def test_what_hangs_or_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     (hung,) = ring_overlap.measure_choices([2], choices=["none"], cpu=True, timeout=0.01)
     assert "more than 0.01 s" in hung["reason"]

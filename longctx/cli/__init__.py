@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx import __version__
-from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
+from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, keep_stdout, report_error
 from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
 COMMANDS = {
@@ -32,6 +32,7 @@ COMMANDS = {
 def program() -> NoReturn:
     """Run `main` as a program of its own, which Ctrl-C ends at once."""
     interrupts.watch()
+    keep_stdout()
     status = main()
     if status:
         # Otherwise JAX's own exit would wait for other processes, or crash in the midst of a step.
@@ -43,8 +44,10 @@ def program() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status; an error is one line on standard error."""
     try:
-        with stdout_is_ours():
+        try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return report_error("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of the text has left, such as `head`
@@ -83,8 +86,8 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
       The command's name, and its options; `fields` of these says where the fields of settings are.
 
     Raises:
-      ValueError: a flag is out of range, or a file can't be read; the message names the flag.
-      SystemExit: the help was printed, or what is wrong with the command line.
+      ValueError: a flag is none or out of range, or a file can't be read; the message names the flag.
+      SystemExit: the help was printed.
     """
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
@@ -105,22 +108,24 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
 
 
 def _parse_without_command(arguments: list[str]) -> NoReturn:
-    """Print the version, the list of commands, or that there is no such command, and exit."""
-    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
+    """Print the version or the list of commands, and exit; ValueError: there is no such command."""
+    from longctx.cli.flags import Parser
+
+    parser = Parser(prog="longctx", description="Exact inference over very long contexts.")
     parser.add_argument("--version", action="version", version=f"longctx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
-    parser.error("the command must come first")
+    raise ValueError("the command must come first")
 
 
 def command_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command's flags."""
     from longctx.cli.commands import FLAGS
-    from longctx.cli.flags import add_flags
+    from longctx.cli.flags import Parser, add_flags
 
-    parser = argparse.ArgumentParser(prog=f"longctx {command}", description=COMMANDS[command], add_help=False)
+    parser = Parser(prog=f"longctx {command}", description=COMMANDS[command], add_help=False)
     add_flags(parser, FLAGS[command])
     parser.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
     parser.add_argument("-h", "--help", action="help", help="show this help message and exit")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.flags import flag
+from longctx.cli.flags import flag, parse_integers
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 
@@ -49,9 +49,11 @@ def _to_arguments(place: str, option: str, action: argparse.Action, value: Any) 
         if not isinstance(value, bool):
             raise ValueError(f"{place} must be true or false, got {value!r}")
         return [option] if value else []
+    if isinstance(value, list) and action.type is parse_integers:
+        value = ",".join(map(str, value))
     values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
     for each in values:
-        if isinstance(each, bool) or not isinstance(each, str | int | float):
+        if isinstance(each, bool) or not isinstance(each, str | int | float | Path):
             raise ValueError(f"{place} must be a string or a number, got {each!r}")
     return [f"{option}={each}" for each in values]
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from longctx.cli.engine import LOWER, EngineLoader, decode_rate, show_compiling, steps
+from longctx.cli.engine import EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.flags import naming
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
+from longctx.serving.runner.device_memory import ADVICE
 
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
 PAGE_SIZE = 64
 NOTE_QUESTIONS = 4
-_LOWER = LOWER | {"pages": "lower --tokens", "steps": "lower --chunk-size"}
+_ADVICE = ADVICE | {"pages": "lower --tokens", "steps": "lower --chunk-size"}
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,13 @@ class Question:
 def run(options: argparse.Namespace) -> int:
     """Ask, and print answers and figures."""
     loader, tokenizer = EngineLoader(options, model=TINY), load_tokenizer(TINY)
-    _check_lengths(options, loader.model, tokenizer)
     with naming({"num_bytes": "--tokens", "num_facts": "--questions"}):
         document = passkey.make_document(options.tokens, options.questions, options.seed)
     # The note has a seed that no document has. Its questions are answered while the document is prefilled.
     note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
     questions, notes = _questions(document, "document"), _questions(note, "note")
     config = _config(loader.model, tokenizer, questions, notes, options.chunk_size)
-    loader.check_memory(config, _LOWER)
+    loader.check_memory(config, _ADVICE)
     print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
     print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
     engine = loader.load(config, tokenizer=tokenizer)
@@ -54,20 +54,6 @@ def run(options: argparse.Namespace) -> int:
     loader.console.note(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
     print(f"right    {conversation.num_right} of {total}")
     return 0 if conversation.num_right == total else FAILED
-
-
-def _check_lengths(options: argparse.Namespace, model: Llama, tokenizer: Tokenizer) -> None:
-    """Check the flags of a made-up document, before it is made."""
-    if options.questions > len(passkey.NAMES):
-        raise ValueError(f"--questions must be at most {len(passkey.NAMES)}, got {options.questions}")
-    longest = passkey.question(max(passkey.NAMES, key=len))
-    beside = len(tokenizer.encode(passkey.prompt("", longest))) + MAX_ANSWER
-    most, context = model.config.max_positions - beside, model.config.max_positions
-    if options.tokens > most:
-        raise ValueError(
-            f"--tokens must be at most {most:,}, as a question and its answer share the model's context of "
-            f"{context:,}, got {options.tokens}"
-        )
 
 
 def _questions(document: passkey.Document, about: str) -> list[Question]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from longctx.serving.validation import FieldType, field_types
 
@@ -26,43 +26,48 @@ _UNITS = {"": 1} | {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B?)")
 
 
-def parse_integers(flag: str, text: str) -> tuple[int, ...]:
-    """Return integers from `8,64,512`; ValueError names the flag."""
+def parse_integers(text: str) -> tuple[int, ...]:
+    """Return integers from `8,64,512`."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{flag} must be integers with commas between them, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, got {text!r}")
     return tuple(map(int, text.split(",")))
 
 
-def parse_weights(flag: str, texts: Iterable[str]) -> dict[str, float]:
-    """Return numbers by name from texts such as `NAME=2.5`; ValueError names the flag."""
-    weights = {}
-    for text in texts:
-        name, _, weight = text.rpartition("=")
-        try:
-            weights[name] = float(weight)
-        except ValueError:
-            raise ValueError(f"{flag} must be NAME=X, got {text!r}") from None
-    return weights
+def parse_weight(text: str) -> tuple[str, float]:
+    """Return name and number from a text such as `NAME=2.5`."""
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be NAME=X, got {text!r}") from None
 
 
-def parse_bytes(flag: str, text: str) -> int:
-    """Return a number of bytes, such as `8GiB`; ValueError names the flag."""
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes, such as `8GiB`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{flag} must be a number of bytes, or as 8GiB or 500MB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, or as 8GiB or 500MB, got {text!r}")
     unit = found[2] if found[2] != "B" else ""
     return int(float(found[1]) * _UNITS[unit.replace("K", "k")])
 
 
-_PARSERS: dict[Any, Callable[[str, Any], Any]] = {tuple[int, ...]: parse_integers, Mapping[str, float]: parse_weights}
+_TYPES: dict[Any, Callable[[str], Any]] = {int: int, float: float, Path: Path}
+_TYPES |= {tuple[int, ...]: parse_integers, Mapping[str, float]: parse_weight}
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are ValueErrors, a line that names the flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
 
 
 class Flags(NamedTuple):
     """Flags of fields of a dataclass, in one section of a command's help.
 
     A flag is named like its field, `--token-budget` of `token_budget`; that of a switch which is on by default is
-    `--no-...`, and one that may be repeated has no plural, `--allow-host` of `allow_hosts`. The help is the first
-    sentence of the field's entry in the docstring, and what that says about None.
+    `--no-...`, and one that may be repeated has no plural, `--allow-host` of `allow_hosts`. The help is a text among
+    the field's annotations, or the first sentence of its entry in the docstring, and what that says about None.
 
     Attributes:
       settings: the dataclass.
@@ -89,11 +94,10 @@ class Flags(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """Place of a field among the options: its name there, its flag, and what makes the value."""
+    """Place of a field among the options: its name there, and its flag."""
 
     name: str
     flag: str
-    parse: Callable[[str, Any], Any] | None
 
 
 def flag(name: str) -> str:
@@ -126,7 +130,6 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
     is_off, repeats = kind.kind is bool and default is True, _repeats(kind)
     name = flag(group.names.get(field.name, f"no_{dest}" if is_off else dest.removesuffix("s") if repeats else dest))
     is_size = kind.kind is int and field.name.endswith("_bytes")
-    parse = parse_bytes if is_size else _PARSERS.get(kind.kind)
     more: dict[str, Any] = {"help": _help(group, field.name, kind, default)}
     if kind.kind is bool:
         more |= {"action": "store_false" if is_off else "store_true"}
@@ -135,17 +138,17 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
         more |= {"default": default, "metavar": "SIZE" if is_size else word}
         if kind.choices:
             more |= {"choices": list(kind.choices), "metavar": None}
-        if kind.kind in (int, float, Path) and parse is None:
-            more["type"] = kind.kind
+        if kind.kind in _TYPES:
+            more["type"] = parse_bytes if is_size else _TYPES[kind.kind]
         if repeats:
             more |= {"action": _Repeat, "default": []}
     if field.name in group.positional:
         section.add_argument(dest, **more | {"metavar": group.positional[field.name]})
-        return Parsed(dest, group.positional[field.name], None)
+        return Parsed(dest, group.positional[field.name])
     if is_required:
         more["required"] = True
     section.add_argument(name, *group.aliases.get(field.name, ()), dest=dest, **more)
-    return Parsed(dest, name, parse)
+    return Parsed(dest, name)
 
 
 class _Repeat(argparse.Action):
@@ -163,7 +166,7 @@ def _repeats(kind: FieldType) -> bool:
 
 def _help(group: Flags, name: str, kind: FieldType, default: Any) -> str:
     """Describe a flag: the first sentence about its field, the range, the default, and whether it may be repeated."""
-    entry = _entries(group.settings).get(name, "")
+    entry = kind.help or _entries(group.settings).get(name, "")
     text = group.helps.get(name) or re.split(r"\.(?:\s|$)", entry, maxsplit=1)[0]
     if kind.range is not None and kind.range.high < 1e6 and math.isfinite(kind.range.low):
         text += f"; {kind.range.low:g} to {kind.range.high:g}"
@@ -187,15 +190,13 @@ def _entries(settings: type) -> dict[str, str]:
 def read(settings: type[_Settings], options: argparse.Namespace, **more: Any) -> _Settings:
     """Make settings from the flags of a command."""
     parsed: dict[str, Parsed] = options.fields[settings]
-    values = {name: _value(getattr(options, each.name), each) for name, each in parsed.items() if name not in more}
+    made: type = settings
+    values = {name: getattr(options, each.name) for name, each in parsed.items() if name not in more}
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = dict(value) if field_types(made)[name].kind == Mapping[str, float] else tuple(value)
     with naming({name: each.flag for name, each in parsed.items()}):
         return settings(**values | more)
-
-
-def _value(given: Any, parsed: Parsed) -> Any:
-    if parsed.parse is not None and isinstance(given, str | list):
-        return parsed.parse(parsed.flag, given)
-    return tuple(given) if isinstance(given, list) else given
 
 
 def check_options(options: argparse.Namespace) -> None:

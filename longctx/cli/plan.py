@@ -57,7 +57,11 @@ def run(options: argparse.Namespace) -> int:
             "goal": dataclasses.asdict(goal),
             "plans": [_plain(planned, summary) for planned, summary in zip(best, served, strict=True)],
             "simulated": None if checked is None else checked._asdict(),
-            "fallen": [_plain_rejected(each) for each in found.rejected],
+            "fallen": [
+                each._asdict()
+                | {"plan": dataclasses.asdict(each.plan), "excess": None if each.excess == math.inf else each.excess}
+                for each in found.rejected
+            ],
         }
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     return 0 if best else FAILED
@@ -216,14 +220,4 @@ def _plain(planned: Planned, summary: dict[str, Any] | None) -> dict[str, Any]:
         "mfu": planned.mfu,
         "gpu_seconds": planned.gpu_seconds,
         "workload": summary,
-    }
-
-
-def _plain_rejected(each: RejectedPlan) -> dict[str, Any]:
-    return {
-        "plan": dataclasses.asdict(each.plan),
-        "chunking": each.chunking,
-        "reason": each.reason,
-        "text": each.text,
-        "excess": None if each.excess == math.inf else each.excess,
     }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
-from longctx.cli.flags import prefixing
+from longctx.cli.flags import prefixing, read
 from longctx.cli.serve_settings import (
     address_text,
     chat_template,
@@ -30,16 +30,14 @@ from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, ProcessLauncher
 from longctx.cluster.launcher.ray_launcher import RayLauncher
 from longctx.cluster.router.routes import make_router_app
-from longctx.cluster.router.server import RouterServer, RouterSettings
+from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
 from longctx.serving.kv_cache.secret import make_secret
-from longctx.serving.request.output import Output
-from longctx.serving.request.request import Request
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
@@ -52,7 +50,7 @@ _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
-_OURS |= {"record", "record_private", "record_bytes"}
+_OURS |= {"record", "record_bytes"}
 """Flags of instances that the launcher sets, so that a file must not."""
 _LOOPBACK = "127.0.0.1"
 _Launcher = ProcessLauncher | RayLauncher
@@ -90,26 +88,23 @@ class Secrets(NamedTuple):
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
-    settings, template = server_settings(options), chat_template(options)
+    settings, observers, template = server_settings(options), read(ObserverSettings, options), chat_template(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
         engine, launcher, key = _prepare(options, file, folder)
         make_server = _server_maker(options, file, engine, settings, template, key)  # before anything is started
-        log = _begin_log(options, stack)
         stack.callback(launcher.close)
         try:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
         server = make_server(addresses)
-        if log is not None:
-            server.cluster.on_end.append(log)
+        _log_requests(observers, stack, server.cluster)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
         ended = threading.Event()
-        stack.callback(ended.set)
         console, url = Console(options.quiet), f"http://{address_text(listener.getsockname())}"
         console.note(f"router   at {url}; {len(addresses)} instances by {file.launcher}")
         watch = threading.Thread(target=_watch, args=(server, http, launcher, len(addresses), ended, console, url))
@@ -120,17 +115,13 @@ def serve_cluster(options: argparse.Namespace) -> int:
         return FAILED if launcher.problem is not None else 0
 
 
-def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[Output, Request], object] | None:
-    """Log as `--log-format` says; what notes a request that has ended, in a thread of its own. None: nothing does."""
-    if options.log_format is None:
-        if options.log_prompts:
-            raise ValueError("--log-prompts needs --log-format")
-        return None
-    stack.callback(logs.install(options.log_format, sys.stderr))
-    worker = ThreadPoolExecutor(1, "longctx-log")
-    stack.callback(worker.shutdown)
-    note = logs.RequestLog(options.log_prompts).note
-    return lambda output, request: worker.submit(note, output, request)
+def _log_requests(settings: ObserverSettings, stack: contextlib.ExitStack, backend: ClusterBackend) -> None:
+    """Log requests that have ended, in a thread of its own."""
+    if settings.log_format is not None:
+        stack.callback(logs.install(settings.log_format, sys.stderr))
+        worker = stack.enter_context(ThreadPoolExecutor(1, "longctx-log"))
+        note = logs.RequestLog(settings.log_prompts).note
+        backend.on_end.append(lambda output, request: worker.submit(note, output, request))
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -139,8 +130,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     for action in command_flags("serve"):
         value = getattr(options, action.dest, action.default)
         if action.dest not in _ROUTER and value != action.default:
-            value = True if action.nargs == 0 else value
-            given[action.option_strings[-1][2:]] = str(value) if isinstance(value, Path) else value
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            given[action.option_strings[-1][2:]] = True if action.nargs == 0 else value
     return given
 
 
@@ -158,12 +149,12 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
     names = tuple(options.served_model_name)
     common = instance_arguments(arguments, files, names)
     with prefixing(f"{place}[engine] "):
-        engine = _parse(common)
+        engine = command_parser("serve").parse_args(common)
         check_transfer_flags(engine)
         serve_config(engine)
     for each in starts:
         with prefixing(f"{place}[[instances]] {each.name}: "):
-            parsed = _parse([*common, *own[each.name]])
+            parsed = command_parser("serve").parse_args([*common, *own[each.name]])
             serve_config(parsed)
             num_devices = parallel_plan(parsed).num_devices
             if num_devices % each.processes:
@@ -196,15 +187,6 @@ def _environments(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
     return tuple(common | ({"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {}) for part in parts)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = command_parser("serve")
-    parser.exit_on_error = False
-    try:
-        return parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
-
-
 def _server_maker(
     options: argparse.Namespace,
     file: ClusterFile,
@@ -227,11 +209,7 @@ def _server_maker(
     config = serve_config(engine)
     config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it
     first = model.config, tokenizer, config, model_names(engine), file.conductor
-
-    def make(members: list[Address]) -> RouterServer:
-        return RouterServer(*first, members, settings, router, template)
-
-    return make
+    return lambda members: RouterServer(*first, members, settings, router, template)
 
 
 def _move(server: RouterServer, address: Address) -> None:
@@ -253,21 +231,18 @@ def _watch(
 ) -> None:
     """Say who is there and when all are; end all if one can never be."""
     told: set[str] = set()
-    is_told = False
     while not ended.wait(_LOOK):
         if launcher.problem is not None and http.started:
             report_error(launcher.problem, FAILED)
             http.loop.call_soon_threadsafe(http.begin_shutdown)
             return
-        members = server.instances.members
-        for each in members:
+        for each in server.instances.members:
             if each.name not in told:
                 told.add(each.name)
                 of = f": {len(told)} of {count}" if len(told) <= count else ""  # others may join
                 console.note(f"open     {each.name} ({each.role}){of}")
-        if not is_told and len(members) >= count > 0:
-            is_told = True
-            console.note(f"ready    {server.model_name} at {url}")
+                if len(told) == count:
+                    console.note(f"ready    {server.model_name} at {url}")
 
 
 def engine_arguments(place: str, flags: Mapping[str, Any]) -> list[str]:

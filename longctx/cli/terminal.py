@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,35 +58,19 @@ class Console:
         return tqdm(disable=True if self._is_quiet else None, file=sys.stderr, **settings)
 
 
-@contextmanager
-def stdout_is_ours() -> Iterator[None]:
+def keep_stdout() -> None:
     """Send what libraries write to file descriptor 1, as Gloo does, to standard error; what Python prints stays.
 
     If standard output is closed, what Python prints goes nowhere.
     """
     ours = sys.stdout
     if ours is None:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         return
-    try:
-        is_first = ours.fileno() == 1
-    except (OSError, ValueError, AttributeError):  # tests capture it in memory
-        is_first = False
-    if not is_first:
-        yield
-        return
-    ours.flush()
-    copy = os.dup(1)
-    buffering = 1 if ours.isatty() else -1  # 1: by lines
-    os.dup2(2, 1)
-    sys.stdout = text = open(copy, "w", buffering, encoding=ours.encoding, errors=ours.errors)  # noqa: SIM115
-    try:
-        yield
-    finally:
-        sys.stdout = ours
-        os.dup2(copy, 1)
-        text.close()  # which may find that its reader has left
+    copy, buffering = os.dup(1), 1 if ours.isatty() else -1  # 1: by lines
+    with suppress(OSError):  # standard error is closed
+        os.dup2(2, 1)
+    sys.stdout = open(copy, "w", buffering, encoding=ours.encoding, errors=ours.errors)  # noqa: SIM115
 
 
 class InterruptWatcher:

@@ -120,10 +120,9 @@ class _Worker:
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        module_command("longctx.models.chat_worker"),
+        **module_process("longctx.models.chat_worker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=module_environment(),
         start_new_session=True,  # Ctrl-C in a terminal is for this process alone
     )
 
@@ -150,11 +149,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_worker)
 
 
-def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs `module`; the working directory is searched for modules only if it is in our path."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+def module_process(module: str, *arguments: str) -> dict[str, Any]:
+    """Command and environment of a process that runs `module`.
 
-
-def module_environment() -> dict[str, str]:
-    """Its environment: ours, and our module search path."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    The working directory is searched for modules only if it is in our path.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return {"args": [sys.executable, "-P", "-m", module, *arguments], "env": environment}

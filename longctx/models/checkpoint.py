@@ -86,7 +86,11 @@ def load_checkpoint(
     """
     reader, model, dtype = _open_checkpoint(Path(directory), dtype)
     wanted = layouts(model.config, stacking_on(model.config, mesh, apart))
-    return model, _load_params(reader, dtype, wanted, _shardings(model.config, mesh, apart))
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        return model, _load_params(reader, dtype, wanted, jax.tree.map(lambda _: device, wanted))
+    specs = param_specs(model.config, mesh, apart)
+    return model, _load_params(reader, dtype, wanted, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def read_model(directory: str | os.PathLike[str], dtype: DTypeLike | None = None) -> tuple[Llama, np.dtype[Any]]:
@@ -150,13 +154,6 @@ def _is_copy(reader: TensorReader) -> bool:
         return False
     pairs = zip(reader.blocks(_TIED_COPY), reader.blocks(_EMBEDDING), strict=True)
     return all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs)
-
-
-def _shardings(config: LlamaConfig, mesh: Mesh | None, apart: bool | None) -> Any:
-    if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda _: device, layouts(config, stacking_on(config, mesh, apart)))
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh, apart))
 
 
 class _SlicesInFlight:

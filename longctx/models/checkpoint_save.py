@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,12 @@ def save_checkpoint(
     if len(groups) > 1:
         names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
 
+    # `torch_dtype` is what `dtype` was called before transformers 4.56.
+    config = model.config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name}
     with replacing_files(directory) as staging:
-        for name, group in zip(names, groups, strict=True):
-            _write_tensors(staging / name, group)
-        if len(groups) > 1:
-            places = {piece[0]: name for name, group in zip(names, groups, strict=True) for piece in group}
-            total = sum(_bytes(piece) for group in groups for piece in group)
-            write_json(staging / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-        # `torch_dtype` is what `dtype` was called before transformers 4.56.
-        dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
-        write_json(staging / "config.json", model.config.to_hf() | dtypes)
+        write_files(
+            staging, ((name, dict(map(_read, group))) for name, group in zip(names, groups, strict=True)), config
+        )
     # A file that an earlier save left would be read instead of, or beside, the new ones.
     (directory / (INDEX_FILE if len(groups) == 1 else SINGLE_FILE)).unlink(missing_ok=True)
 
@@ -136,16 +132,10 @@ def _bytes(piece: _Piece) -> int:
     return int(np.prod(layout.shape)) * param.dtype.itemsize
 
 
-def _write_tensors(path: Path, pieces: list[_Piece]) -> None:
-    from safetensors.numpy import save_file
-
-    tensors = {}
-    for name, layout, param, layer in pieces:
-        index = None if layer is None else np.int32(layer)
-        tensor = np.asarray(_file_tensor(layout, param, index))
-        tensors[name] = tensor.view(E4M3) if layout.is_e4m3 else tensor
-    # transformers rejects files that do not name the framework of their layout.
-    save_file(tensors, path, metadata={"format": "pt"})
+def _read(piece: _Piece) -> tuple[str, np.ndarray]:
+    name, layout, param, layer = piece
+    tensor = np.asarray(_file_tensor(layout, param, None if layer is None else np.int32(layer)))
+    return name, tensor.view(E4M3) if layout.is_e4m3 else tensor
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -179,5 +169,19 @@ def replacing_files(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_json(path: Path, contents: dict[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+def write_files(directory: Path, files: Iterable[tuple[str, dict[str, np.ndarray]]], config: dict[str, Any]) -> None:
+    """Write files of tensors, one after another, their index if there is one, and `config.json`."""
+    from safetensors.numpy import save_file
+
+    places, total = dict[str, str](), 0
+    for file, tensors in files:
+        # transformers rejects files that do not name the framework of their layout.
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # before the next are made
+    contents = {"config.json": config}
+    if SINGLE_FILE not in places.values():
+        contents[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": places}
+    for name, content in contents.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from longctx.kernels.fp8 import E4M3
-from longctx.models.chat_template import module_command, module_environment
+from longctx.models.chat_template import module_process
 from longctx.models.checkpoint import tensor_problems
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import GgufReader, require_gguf
+from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import SCALE_SUFFIX
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader, list_tensors
@@ -69,7 +69,6 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
 
 
 def _gguf_problems(path: Path, progress: Progress | None) -> Iterator[str]:
-    require_gguf()
     config = None
     try:
         reader = GgufReader(path)
@@ -186,9 +185,9 @@ def tokenizer_problems(directory: Path, vocab_size: int | None) -> list[str]:
     The check runs in a process of its own: a damaged `tokenizer.json` can make the `tokenizers` library abort it.
     """
     file = directory if is_gguf(directory) else directory / "tokenizer.json"
-    command = module_command("longctx.models.tokenizer", str(directory), json.dumps(vocab_size))
+    process = module_process("longctx.models.tokenizer", str(directory), json.dumps(vocab_size))
     try:
-        child = subprocess.run(command, env=module_environment(), capture_output=True, timeout=_MAX_SECONDS)
+        child = subprocess.run(**process, capture_output=True, timeout=_MAX_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"{file}: checking it takes more than {_MAX_SECONDS} seconds"]
     if child.returncode:

@@ -178,12 +178,6 @@ class GgufHeader:
     tensors: dict[str, StoredTensor]
 
 
-def require_gguf() -> None:
-    """Raise MissingExtra, a ValueError, if the `gguf` package, which dequantises, is not installed."""
-    with extras.needed("gguf", "a GGUF file"):
-        import gguf  # noqa: F401
-
-
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file.
 
@@ -194,7 +188,8 @@ def read_header(path: Path) -> GgufHeader:
     """
     if not is_file(path):
         raise FileNotFoundError(f"no such file: {path}")
-    require_gguf()
+    with extras.needed("gguf", "a GGUF file"):
+        import gguf  # noqa: F401
     try:
         with path.open("rb") as file:
             cursor = _Cursor(path, file)

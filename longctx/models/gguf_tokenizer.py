@@ -65,8 +65,7 @@ class _Vocabulary:
     @property
     def used(self) -> dict[str, int]:
         """All tokens but those that fill up the embedding, and their ids."""
-        pairs = zip(self.tokens, self.types, strict=True)
-        return {token: id for id, (token, type) in enumerate(pairs) if type != _UNUSED}
+        return self.of_type(*{*self.types} - {_UNUSED})
 
     @property
     def scores(self) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from longctx import extras
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE
-from longctx.models.validation import check_directory, exists, is_file, is_gguf
+from longctx.models.validation import check_directory, is_file, is_gguf
 
 _NAME = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?", re.ASCII)
 _FILES = [
@@ -67,8 +67,6 @@ def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path
         if is_gguf(path):
             return path
         raise ValueError(f"{path} is a file, but no .gguf; a model is a directory, a .gguf file or a name of the hub")
-    if exists(path):
-        raise ValueError(f"{path} is neither a directory nor a regular file")
     name = _NAME.fullmatch(os.fspath(model))
     if is_gguf(path):
         raise FileNotFoundError(f"no such file: {path}")

@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from longctx.annotations import Real
 from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
+from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_stacks import in_order
@@ -246,19 +247,10 @@ class Llama:
         Returns:
           (hidden states `[*B, T, D]`, the cache).
         """
-        weights = self.widened(params, x.dtype)
+        is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
+        weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
         x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax)
         return self.feed_forward(weights, x, psum, pmax), cache
-
-    def widened(self, params: Params, dtype: DTypeLike) -> Params:
-        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`.
-
-        Args:
-          params: the layer's parameters; 16-bit ones may be bits.
-          dtype: of hidden states, which bits are of.
-        """
-        is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
-        return jax.tree.map(lambda w: w if is_arranged(w) else widen(w, dtype), params, is_leaf=is_arranged)
 
     def attention(
         self,
@@ -274,7 +266,7 @@ class Llama:
         """The first half of a layer: norm, projections, attention and the sum with x.
 
         Args:
-          weights: those of `widened`; the heads are as many as the projections have.
+          weights: the layer's parameters, no bits; the heads are as many as the projections have.
           index, x, rope, attend, cache, psum, pmax: as for `layer`.
 
         Returns:
@@ -299,7 +291,7 @@ class Llama:
         """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself.
 
         Args:
-          weights: those of `widened`.
+          weights: the layer's parameters, no bits.
           x: hidden states `[*B, T, D]`, floating point.
           psum, pmax: as for `layer`.
 
@@ -353,7 +345,7 @@ def dense_attend(
     dtype: DTypeLike,
     positions: Int[Array, "*B T"],
     segment_ids: Int[Array, "*B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Attend:
     """Make causal attention among the tokens of this call, with no cache, planned once for all layers."""
     q, k = (
@@ -429,14 +421,10 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
 def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
     """Convert `positions` to an array in the shape of `tokens`, 0 to T-1 if None; TypeError or ValueError as there."""
     if positions is None:
-        return jnp.broadcast_to(_counting(tokens), tokens.shape)
+        return lax.broadcasted_iota(jnp.int32, tokens.shape, tokens.ndim - 1)
     array = like_tokens("positions", tokens, positions)
     check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
-
-
-def _counting(tokens: Array) -> Array:
-    return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
 def like_tokens(name: str, tokens: Array, value: ArrayLike, are_ids: bool = False) -> Any:

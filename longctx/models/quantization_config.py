@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.annotations import Real
-from longctx.models.validation import check_num_layers, check_real, shown
+from longctx.models.validation import MAX_LAYERS, check_integer, check_real, shown
 
 MODULES = {
     "wq": "self_attn.q_proj",
@@ -102,7 +102,7 @@ class RowwiseFp8:
         Raises:
           TypeError, ValueError: an argument is of a wrong type or out of range; the message names it.
         """
-        check_num_layers(num_layers)
+        check_integer("num_layers", num_layers, 1, MAX_LAYERS)
         if modules not in ("ffn", "all"):
             raise ValueError(f"modules must be ffn or all, got {shown(modules)}")
         if modules == "all":
@@ -138,7 +138,7 @@ def quantization_from_hf(source: Any, num_layers: int) -> RowwiseFp8 | None:
         )
     layers = tuple(
         tuple(name for name, module in MODULES.items() if not is_excluded(f"model.layers.{i}.{module}"))
-        for i in range(check_num_layers(num_layers))
+        for i in range(check_integer("num_layers", num_layers, 1, MAX_LAYERS))
     )
     quantization = RowwiseFp8(layers, bound)
     return quantization if any(layers) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -13,11 +14,11 @@ import numpy as np
 
 from longctx.kernels.fp8 import E4M3, quantize_rows
 from longctx.models.checkpoint import tensor_problems
-from longctx.models.checkpoint_save import STAGING, replacing_files, write_json
+from longctx.models.checkpoint_save import STAGING, replacing_files, write_files
 from longctx.models.config import LlamaConfig
 from longctx.models.hf_names import SCALE_SUFFIX, layouts
 from longctx.models.quantization_config import RowwiseFp8, quantization_to_hf
-from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, CheckpointError, SafetensorsReader
+from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
 from longctx.models.validation import check_directory, is_file, is_gguf, read_json, shown
 
 # Files beside the weights that a model needs to be served, as transformers names them.
@@ -88,8 +89,12 @@ def quantize_checkpoint(
     reader = SafetensorsReader(directory)
     for problem in tensor_problems(reader, config, reads_values=False):
         raise problem
+    config_json = read_json(directory / "config.json") | {"quantization_config": quantization_to_hf(quantization)}
     with replacing_files(out) as staging:
-        _write(reader, chosen, quantization, staging, progress)
+        write_files(staging, _quantized_files(reader, chosen, progress), config_json)
+        for name in _COPIED:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, staging / name)
 
 
 def _weights(config: LlamaConfig) -> set[str]:
@@ -97,41 +102,23 @@ def _weights(config: LlamaConfig) -> set[str]:
     return {name for layout in jax.tree.leaves(layouts(config)) if layout.is_e4m3 for name in layout.names}
 
 
-def _write(
-    reader: SafetensorsReader,
-    chosen: set[str],
-    quantization: RowwiseFp8,
-    out: Path,
-    progress: Progress | None,
-) -> None:
-    from safetensors.numpy import save_file
-
-    names_of: dict[str, list[str]] = {}
+def _quantized_files(
+    reader: SafetensorsReader, chosen: set[str], progress: Progress | None
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """The names of files, and their tensors, of which those that are chosen are quantised."""
+    names_of, done = dict[str, list[str]](), itertools.count(1)
     for name, stored in reader.tensors.items():
         names_of.setdefault(stored.file.name, []).append(name)
-    places: dict[str, str] = {}
-    total, done = 0, 0
+
+    def read(name: str) -> dict[str, np.ndarray]:
+        whole = (slice(None),) * len(reader.tensors[name].shape)
+        tensors = _quantized(reader, name) if name in chosen else {name: reader.read(name, whole)}
+        if progress is not None:
+            progress(next(done), len(reader.tensors))
+        return tensors
+
     for file, names in names_of.items():
-        tensors: dict[str, np.ndarray] = {}
-        for name in names:
-            tensors |= _quantized(reader, name) if name in chosen else {name: _whole(reader, name)}
-            done += 1
-            if progress is not None:
-                progress(done, len(reader.tensors))
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if names_of.keys() != {SINGLE_FILE}:
-        write_json(out / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-    hf = read_json(reader.directory / "config.json") | {"quantization_config": quantization_to_hf(quantization)}
-    write_json(out / "config.json", hf)
-    for name in _COPIED:
-        if (reader.directory / name).is_file():
-            shutil.copyfile(reader.directory / name, out / name)
-
-
-def _whole(reader: SafetensorsReader, name: str) -> np.ndarray:
-    return reader.read(name, (slice(None),) * len(reader.tensors[name].shape))
+        yield file, {name: tensor for own in names for name, tensor in read(own).items()}
 
 
 def _quantized(reader: SafetensorsReader, name: str) -> dict[str, np.ndarray]:

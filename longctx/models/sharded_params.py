@@ -242,7 +242,7 @@ def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params
     wanted, given = layer_runs(config, new), layer_runs(config, stacking)
     if wanted == given:
         return params
-    if own > config.num_layers or [*map(_describe, stacks_of(layers))] != [*map(_describe_run, given)]:
+    if own > config.num_layers or _shapes(layers) != _shapes(abstract_params(config, stacking=stacking)["layers"]):
         raise ValueError(f"params do not have the model's structure, be it for one stage or for {max(own, stages)}")
     if own > 1 and any(run.partly for run in given):
         raise ValueError(f"params are partly quantised and stacked for {own} stages: load them for {stages}")
@@ -268,17 +268,9 @@ def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params
     return params | {"layers": by_run(wanted, restack, new)}
 
 
-_Description = tuple[int, frozenset[str], frozenset[str]]  # layers; names that are quantised, and partly so
-
-
-def _describe(stack: dict[str, Any]) -> _Description:
-    quantized = frozenset(name for name, weight in stack.items() if isinstance(weight, RowQuantized))
-    partly = frozenset(name for name, weight in stack.items() if isinstance(weight, PartlyQuantized))
-    return stack["attn_norm"].shape[0], quantized, partly
-
-
-def _describe_run(run: Run) -> _Description:
-    return len(run.layers), run.quantized, run.partly
+def _shapes(layers: Any) -> Any:
+    leaves, structure = jax.tree.flatten(layers)
+    return structure, [leaf.shape for leaf in leaves]
 
 
 def _partly(name: str, weight: Any, dtype: np.dtype[Any], config: LlamaConfig) -> PartlyQuantized:

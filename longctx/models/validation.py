@@ -44,11 +44,6 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
     return number
 
 
-def check_num_layers(value: object) -> int:
-    """Check a number of layers, before anything is made for each, and return it."""
-    return check_integer("num_layers", value, 1, MAX_LAYERS)
-
-
 def check_real(name: str, value: object, low: Real, high: Real = math.inf) -> float:
     """Check for a finite number from `low` to `high`, and return it as float."""
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -98,11 +93,6 @@ def check_directory(path: Path) -> None:
 def is_file(path: Path) -> bool:
     """Whether there is a regular file; ValueError as in `check_directory`."""
     return stat.S_ISREG(_mode(path))
-
-
-def exists(path: Path) -> bool:
-    """Whether there is anything, also a pipe or a device; ValueError as in `check_directory`."""
-    return _mode(path) != 0
 
 
 def is_gguf(path: Path) -> bool:

@@ -43,6 +43,7 @@ class FieldType(NamedTuple):
       choices: the values of a `Literal`.
       range: of a number. None: any integer; a float is not checked.
       checks: functions of name and value among the annotations, such as that a file can be read.
+      help: text among the annotations.
     """
 
     kind: Any
@@ -50,6 +51,7 @@ class FieldType(NamedTuple):
     choices: tuple[Any, ...] = ()
     range: Range | None = None
     checks: tuple[Callable[[str, Any], object], ...] = ()
+    help: str = ""
 
     def check(self, name: str, value: Any) -> Any:
         """Check a value, and return it as Python's own type; errors name it."""
@@ -105,9 +107,15 @@ def check_fields(settings: Any) -> None:
 def _field_type(hint: Any) -> FieldType:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        ranges = [each for each in arguments[1:] if isinstance(each, Range)]
-        checks = tuple(each for each in arguments[1:] if callable(each))
-        return _field_type(arguments[0])._replace(range=ranges[0] if ranges else None, checks=checks)
+        found = _field_type(arguments[0])
+        for each in arguments[1:]:
+            if isinstance(each, Range):
+                found = found._replace(range=each)
+            elif isinstance(each, str):
+                found = found._replace(help=each)
+            elif callable(each):
+                found = found._replace(checks=(*found.checks, each))
+        return found
     if origin in (Union, UnionType):
         kinds = [each for each in arguments if each is not NoneType]
         found = _field_type(kinds[0]) if len(kinds) == 1 else FieldType(object)

@@ -22,13 +22,12 @@ from longctx.serving.distributed.environment import ClusterEnv
 from longctx.serving.distributed.network import derive_key
 from longctx.serving.distributed.rendezvous import JoinRequest, read_join_request
 
-TRAITS = {"longctx": "0123456789abcdef", "jax": "0.10.2", "num_processes": 3, "failure_timeout": 5.0}
-HELLO = JoinRequest(1, "alpha", TRAITS)
-MESSAGES = [["hello", HELLO._asdict()], ["refused", "because"], ["alive", None]]
+HELLO = JoinRequest(7, "alpha")
+MESSAGES = [["hello", HELLO], ["refused", "because"], ["alive", None]]
 
 # Lists as deep as JSON's parser takes them may be too deep for what prints them.
 NESTED = [
-    [json.dumps(MESSAGES[0]).replace("5.0", "[" * depth + "]" * depth).encode()] for depth in (100, 500, 900, 950, 980)
+    [json.dumps(MESSAGES[0]).replace("7", "[" * depth + "]" * depth).encode()] for depth in (100, 500, 900, 950, 980)
 ]
 
 
@@ -65,20 +64,19 @@ def check_hello(hello: JoinRequest) -> None:
     assert type(hello.process) is int
     assert 0 <= hello.process < 2**31
     assert type(hello.host_name) is str
-    wrong = "; ".join([str(hello), *hello.differences(TRAITS)])
-    assert wrong.isprintable()
-    assert len(wrong) < 500 * 100
+    assert str(hello).isprintable()
+    assert len(str(hello)) < 300
 
 
 def test_messages_are_read_as_they_were_sent() -> None:
-    assert read_join_request(json.loads(json.dumps(HELLO._asdict()))) == HELLO
+    assert read_join_request(json.loads(json.dumps(HELLO))) == HELLO
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
 def test_hostile_values_of_each_field_are_refused_or_read(value: Any) -> None:
-    for field in ("process", "host_name", "traits"):
+    for field in HELLO._fields:
         with contextlib.suppress(ValueError):
-            check_hello(read_join_request(HELLO._asdict() | {field: value}))
+            check_hello(read_join_request([*HELLO._replace(**{field: value})]))
 
 
 def test_process_0_goes_on_waiting_for_the_right_ones() -> None:
@@ -102,7 +100,7 @@ def test_process_0_goes_on_waiting_for_the_right_ones() -> None:
     def meet(process: int) -> int:
         act = rendezvous.join if process else rendezvous.lead
         cluster_env, options = ClusterEnv(f"127.0.0.1:{port}", 2, process), rendezvous.RendezvousOptions(5, 30)
-        with act(cluster_env, options, TRAITS | {"jax": "0.11.0"})[0] as group:
+        with act(cluster_env, options)[0] as group:
             return group.process_id
 
     with ThreadPoolExecutor(2) as pool:

@@ -195,11 +195,11 @@ def transfers(context: Context) -> Figures:
     engine.generate(_requests(context, 4, 1024, 2))  # pages with content
     with engine.lend_executor() as executor:
         runner: Any = executor.runner  # type: ignore[attr-defined]
-        runner.compile_pages()
+        runner.transfer.compile()
         count = 4 if context.small else 64
-        layers, pages = (0, runner.page_layout.num_layers), list(range(count))
+        layers, pages = (0, runner.transfer.layout.num_layers), list(range(count))
         there = [page + count for page in pages]
-        blocks, figures = None, {"bytes": count * runner.page_layout.page_bytes}
+        blocks, figures = None, {"bytes": count * runner.transfer.layout.page_bytes}
         for _ in range(2):  # the first time compiles
             begun = time.perf_counter()
             blocks = runner.read_pages(pages, layers).result()

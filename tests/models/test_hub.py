@@ -220,7 +220,7 @@ def test_what_is_here_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
         ("a\0b", FileNotFoundError, "no such directory: a"),
         ("a" * 5000, ValueError, "cannot be read: File name too long"),
         ("file.bin", ValueError, "file.bin is a file, but no .gguf"),
-        ("pipe.gguf", ValueError, "pipe.gguf is neither a directory nor a regular file"),
+        ("pipe.gguf", FileNotFoundError, "no such file: pipe.gguf"),
         ("a/b@", FileNotFoundError, "no such directory: a/b@"),
     ],
 )

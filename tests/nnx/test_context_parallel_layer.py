@@ -40,6 +40,7 @@ def layer(mesh: Any, kv_heads: int = 2, **options: Any) -> ContextParallelAttent
     return made
 
 
+@nnx.jit(static_argnames="causal")
 def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, causal: bool = True) -> Array:
     """The same in plain JAX, on one device."""
 

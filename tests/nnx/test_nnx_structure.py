@@ -66,6 +66,7 @@ def test_remat_does_not_run_the_ring_forward_again() -> None:
     assert sorted(sent_in_layers(True, remat=True, chunk_size=32)["collective-permute"]) == plain
 
 
+@pytest.mark.slow
 def test_thirty_layers_are_one_program_as_two_are() -> None:
     def program(layers: int) -> str:
         """The text without the number of layers."""

@@ -17,6 +17,8 @@ from papers.figures.registry import Registered, registered
 from papers.figures.results import read_result, write_figure
 
 FIGURES = registered()
+# Those that take a second.
+SLOW = {*(f"mooncake_figure_{i}" for i in (6, 9, 10, 11)), "mooncake_table_2", "medha_figure_15", "medha_figure_17"}
 TOY = Registered("meta", "toy", "figure_1")
 NUMBER = Statement("1", "TTFT of 1M tokens", 2.0, 1.5, "s", "no host")
 ORDERING = ordering("2", "a | b", 1 < 2)
@@ -44,7 +46,11 @@ def forget() -> None:
             getattr(value, "cache_clear", lambda: None)()
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=[figure.name for figure in FIGURES])
+@pytest.mark.parametrize(
+    "figure",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.name in SLOW)) for x in FIGURES],
+    ids=[figure.name for figure in FIGURES],
+)
 def test_every_figure_is_computed(figure: Registered, tmp_path: Path) -> None:
     computed = figure.compute(Inputs(quick=True))
     assert computed.statements or computed.table

@@ -83,13 +83,13 @@ def moves(group: ProcessGroup, options: dict[str, Any]) -> None:
         alone = EngineMessenger(other, "127.0.0.1", 0, "s" * 40)
         ours, theirs = ([each.sender.address, *each.followers] for each in (messenger, alone))
         random, loaded = np.random.default_rng(options.get("seed", 0)), []
-        for number, (steps, is_out) in enumerate((steps, is_out) for steps in (0, 3, 14) for is_out in (True, False)):
+        for number, (count, is_out) in enumerate((count, is_out) for count in (1, 7) for is_out in (True, False)):
             first, second, source = (engine, other, alone) if is_out else (other, engine, messenger)
             sampling = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.5 * (number % 2), seed=number)
             prompts = [random.integers(0, 50, length).tolist() for length in (45, 21, 30)]
             requests = [Request(prompt, sampling, f"{number}/{i}") for i, prompt in enumerate(prompts)]
             get = functools.partial(source.source, ours if is_out else theirs)
-            outputs = test_moving_engines.move(first, second, requests, steps, get)
+            outputs = test_moving_engines.move(first, second, requests, count, get)
             for request, prompt in zip(requests, prompts, strict=True):
                 [output] = outputs[str(request.request_id)]
                 assert output.token_ids == oracle.expected_tokens(prompt, sampling), (number, request.request_id)

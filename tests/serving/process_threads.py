@@ -25,7 +25,7 @@ def meet(
 ) -> ProcessGroup:
     act = rendezvous.lead if process_id == 0 else rendezvous.join
     options = rendezvous.RendezvousOptions(failure, join, group_secret=group_secret)
-    return act(ClusterEnv(coordinator, num_processes, process_id), options, {"num_processes": num_processes})[0]
+    return act(ClusterEnv(coordinator, num_processes, process_id), options)[0]
 
 
 def run_processes(

@@ -1,6 +1,5 @@
 """The engine on one device: every request gets the tokens that a dense computation of it alone gives."""
 
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -95,28 +94,6 @@ def test_random_workloads_give_the_oracles_tokens(
         run_ahead=run_ahead, admission=admission, prefix_cache=prefix_cache, policy=policy, chunking=chunking
     )
     Workload(engine, seed, expected_tokens, prime=ORACLE.prime).run(50)
-
-
-def test_nothing_compiles_after_warm_up() -> None:
-    engine = make_engine()
-    engine.warm_up()
-    compiled: Counter[str] = Counter()
-
-    def listen(event: str, seconds: float, **_: object) -> None:
-        compiled[event] += event == "/jax/core/compile/backend_compile_duration"
-
-    for params in [GREEDY, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2)]:
-        for prompt in PROMPTS:  # the oracle compiles programs too
-            expected_tokens(prompt, params)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        Workload(engine, 5, expected_tokens, prime=ORACLE.prime).run(60)
-        engine.generate(PROMPTS, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2))
-        assert not +compiled
-        jax.jit(lambda x: x + 1)(np.ones(3))  # the listener is notified of a compilation
-        assert +compiled
-    finally:
-        jax.monitoring.clear_event_listeners()
 
 
 def dense_logprobs(params: dict, tokens: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from abstract_step import CONFIG, NUM_PAGES, PAGE_SIZE, compile_step, make_shape
-from compilations import count_compilations
 from dense_oracle import make_engine
 from hlo import IN_PLACE, collectives, opcodes_of_size
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from workload import Workload
 from longctx.models.footprint import cache_bytes
 from longctx.models.validation import FP8_KV as FP8
 from longctx.parallel import make_mesh
-from longctx.serving import EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine.memory import default_pages
 
 
@@ -67,16 +66,6 @@ def test_with_chunks_prefix_hits_and_preemption_tokens_are_near() -> None:
         assert engine.executor.runner.state.cache.is_fp8  # type: ignore[attr-defined]
         Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(events)
         assert num_pages > 11 or engine.stats().preemptions
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_after_warm_up() -> None:
-    shapes = {"max_length": 96, "max_running": 3, "token_budget": 8, "buckets": (8,), "num_pages": 20}
-    engine = make_engine(None, oracle_of(1, 1, FP8), kv_dtype=FP8, **shapes)
-    engine.warm_up()
-    with count_compilations() as compiled:
-        engine.generate([[1, 2, 3] * 9, [4] * 30], SamplingParams(max_tokens=5))
-    assert not compiled
 
 
 @pytest.mark.usefixtures("users_fusions")

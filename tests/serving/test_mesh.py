@@ -1,6 +1,5 @@
 """Engines on meshes of CPU devices: every plan gives the tokens of one device, in float32."""
 
-import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,14 +92,3 @@ def test_four_turns_of_a_session_find_their_pages() -> None:
         assert output.metrics.cached_tokens == (len(conversation) - length - 1 if turn else 0)
         conversation += output.token_ids
     assert {chunk.sharded for chunk in recorded.chunks} == {False, True}
-
-
-@pytest.mark.slow
-def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) -> None:
-    plan = ParallelPlan(1, 2, 1, exchange="kvp", rank_tokens=8)
-    engine = make_mesh_engine(plan)
-    engine.warm_up()
-    with jax.log_compiles():
-        run_workload(engine, 1, 40)
-    compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
-    assert not [x for x in compiled if any(name in x for name in ("step", "set_entries", "clear_slot"))]

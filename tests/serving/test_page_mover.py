@@ -32,16 +32,16 @@ class HostRunner:
     """A runner whose pool is in host memory; it refuses what a device's would."""
 
     def __init__(self) -> None:
-        self.page_layout = LAYOUT
+        self.layout, self.transfer = LAYOUT, self
         self.pool = np.zeros((NUM_PAGES, *LAYOUT.shape), np.float32)
         self.num_writes: list[int] = []
-        self.gate = threading.Event()  # of `place_block`
+        self.gate = threading.Event()  # of `place`
         self.gate.set()
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> Read:
         return Read(self.pool[list(pages)][:, slice(*layers)])
 
-    def place_block(self, pages: List[int], block: PageBlock) -> Any:
+    def place(self, pages: List[int], block: PageBlock) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         assert self.gate.wait(10)
         if not 0 <= block.first <= block.first + len(block.data) <= len(pages) or block.data.ndim != 6:

@@ -2,7 +2,6 @@
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
@@ -10,10 +9,6 @@ from fake_device import make_engine
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-import longctx
-from longctx.models import load_checkpoint, load_tokenizer, passkey
-from longctx.models.builtin import TINY
-from longctx.serving import Engine, EngineConfig, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed
 from longctx.serving.server.routes import page as routes
@@ -113,33 +108,8 @@ def test_model_and_examples(client: TestClient) -> None:
     assert client.get("/page/example?kind=other").status_code == 404
 
 
-def test_other_models_have_no_example(feed: EngineFeed) -> None:
-    app = FastAPI()
-    app.include_router(routes.page_routes(routes.PageModel("llama", True, 8192, False), feed))
-    assert TestClient(app).get("/page/example").status_code == 404
-
-
 def test_one_viewer_too_many_gets_503(client: TestClient, feed: EngineFeed) -> None:
     feed.num_viewers = MAX_VIEWERS
     answer = client.get("/page/events")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "10"
-
-
-def test_the_package_has_the_files() -> None:
-    project = Path(longctx.__file__).parent.parent / "pyproject.toml"
-    assert "serving/server/page/*" in project.read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_built_in_model_answers_all_questions_of_the_examples() -> None:
-    documents = [routes.example_document(kind) for kind in routes.EXAMPLES]
-    asked = {
-        passkey.prompt(document.text, passkey.question(name)): key
-        for document in documents
-        for name, key in document.facts.items()
-    }
-    config = EngineConfig(max_length=20_480, num_pages=640, page_size=64, token_budget=512, buckets=(8, 512))
-    engine = Engine(*load_checkpoint(TINY), config, tokenizer=load_tokenizer(TINY))
-    outputs = engine.generate(list(asked), SamplingParams(max_tokens=16))
-    assert [output.text for output in outputs] == list(asked.values())

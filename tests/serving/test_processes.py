@@ -121,7 +121,7 @@ def test_requests_move_to_an_engine_of_one_process_and_back(count: int, plan: di
     with processes(tmp_path, "moves", count, plan=plan, failure_timeout=120, join_timeout=120) as group:
         assert group.statuses(500) == [0] * count, "\n".join(map(group.output, range(count)))
         first, *others = (json.loads(group.output(i).splitlines()[-1]) for i in range(count))
-        assert min(first["loaded"][4:]) > 60  # of the 96 tokens of prompts that have been read by then
+        assert min(first["loaded"]) > 60  # of the 96 tokens of prompts, some of which may come too late
         for each in (first, *others):
             assert min(each["sent"], each["received"]) > 0
             assert {name for name, count in each["ends"].items() if count} == {"complete"}

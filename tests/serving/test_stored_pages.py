@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-from compilations import count_compilations
 from dense_oracle import LENGTH, Oracle, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,19 +91,3 @@ def test_evicted_pages_come_back_while_others_run() -> None:
         engine.scheduler.loads.seconds_per_page = None
         loaded += sum(output.metrics.loaded_tokens for output in outputs)
     assert loaded > 0
-
-
-@pytest.mark.slow
-def test_no_program_is_compiled_after_warm_up() -> None:
-    store = MemoryStore(LAYOUT)
-    engine = make_engine(store, ParallelPlan(2, 1, 2))
-    engine.warm_up()
-    prompt = [i % 50 for i in range(70)]
-    engine.generate([prompt], SAMPLING)
-    with count_compilations() as compiled:
-        engine.core.pool.clear()
-        engine.scheduler.loads.seconds_per_page = None
-        (output,) = engine.generate([prompt], SAMPLING)
-        settle(engine)
-    assert output.metrics.loaded_tokens >= 64
-    assert not compiled

@@ -82,7 +82,7 @@ def answer(engine: Engine, requests: list[Request]) -> list[Output]:
 
 def page_bits(engine: Engine, keys: list[bytes]) -> np.ndarray:
     """Pages that are on an engine's devices, `[pages, layers, 2, page_size, K, row_size]`."""
-    layout = engine.executor.runner.page_layout
+    layout = engine.executor.runner.transfer.layout
     pages = [page for key in keys if (page := engine.core.pool.find(key)) is not None]
     out = np.zeros((len(keys), *layout.shape), layout.bits)
     assemble(engine.executor.read_pages(pages, (0, layout.num_layers)).result(), out, layout.whole)

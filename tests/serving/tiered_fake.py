@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,11 @@ class TieredExecutor(FakeExecutor):
         self._num_pages = num_pages
         self._layout = PageLayout(plan.stage, 1, 1, config.page_size, "int32")
         runner: Any = self.runner
-        for name in ("read_pages", "needed", "place_block", "write_placed", "write_pages", "compile_pages"):
+        for name in ("read_pages", "write_placed", "write_pages"):
             setattr(runner, name, getattr(self, f"_{name}"))
-        runner.page_layout = self._layout
+        runner.transfer = SimpleNamespace(
+            layout=self._layout, needed=self._needed, place=self._place_block, compile=lambda: None
+        )
 
     def open_store(self, config: EngineConfig, fingerprint: bytes = b"fake") -> TieredStore:
         assert config.tiers is not None
@@ -63,9 +66,6 @@ class TieredExecutor(FakeExecutor):
 
     def _write_pages(self, pages: List[int], block: PageBlock) -> None:
         self._write_placed([self._place_block(pages, block)])
-
-    def _compile_pages(self) -> None:
-        pass
 
 
 def make_tiered_engine(

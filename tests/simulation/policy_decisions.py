@@ -101,7 +101,7 @@ class Decisions:
         else:
             self._last, self._count = text, 1
         times = f" ({self._count} steps)" if self._count > 1 else ""
-        self.lines.append(f"{self._digest.digest[:_DIGITS]} {batch.index}: {text}{times}")
+        self.lines.append(f"{self._digest.digest.hex()[:_DIGITS]} {batch.index}: {text}{times}")
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None:
         pass

@@ -139,11 +139,7 @@ def _encode(kind: str, value: Any, data: bytes) -> list[bytes]:
 
 
 def decode(parts: list[bytes]) -> tuple[str, Any, bytes]:
-    """Read an untrusted message.
-
-    Raises:
-      ValueError: it is none of ours.
-    """
+    """Read an untrusted message; raises ValueError if it is none of ours."""
     if len(parts) not in (1, 2):
         raise ValueError("a message must have one or two parts")
     try:
@@ -169,11 +165,7 @@ class Sender:
         self._next = 0
 
     def wait_for(self, processes: set[int], timeout: float) -> None:
-        """Wait until these processes have subscribed.
-
-        Raises:
-          TimeoutError: some have not within `timeout` seconds.
-        """
+        """Wait until these processes have subscribed; TimeoutError: some have not within `timeout` seconds."""
         deadline, missing = time.monotonic() + timeout, {_name(process) for process in processes}
         while missing:
             if not self.socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
@@ -198,11 +190,7 @@ class Receiver:
         self._next = 0
 
     def receive(self) -> bytes:
-        """Wait for the next message without a timeout, as `Watchdog` notices when the sender is gone.
-
-        Raises:
-          RuntimeError: a message was lost.
-        """
+        """Wait for the next message without a timeout, as the watchdog notices when the sender is gone."""
         number, data = self._socket.recv_multipart()
         if (found := int.from_bytes(number, "little")) != self._next:
             raise RuntimeError(f"step message {self._next} was lost: the next one received was {found}")

@@ -23,11 +23,7 @@ class ClusterEnv(NamedTuple):
 
 
 def detect() -> ClusterEnv:
-    """Detect the cluster from the environment variables of any launcher that JAX knows.
-
-    Raises:
-      ValueError: there are none.
-    """
+    """Detect the cluster from the environment variables of any launcher that JAX knows."""
     from jax._src.clusters import ClusterEnv as JaxClusterEnv
 
     found = JaxClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 30)
@@ -46,11 +42,7 @@ def make_group_secret() -> str:
 
 
 def find_group_secret(given: str | None) -> str | None:
-    """Return the secret that was given, or that of the environment; None: there is none.
-
-    Raises:
-      TypeError, ValueError: it is no text, or one that could be guessed.
-    """
+    """Return the secret that was given, or that of the environment; None: there is none."""
     secret = os.environ.get(ENVIRONMENT_VARIABLE) if given is None else given
     if secret is None:
         return None
@@ -66,11 +58,7 @@ def find_group_secret(given: str | None) -> str | None:
 
 
 def check_address(coordinator: str, ip: str, group_secret: str | None) -> None:
-    """Check that there is a secret if other machines can reach the coordinator's address.
-
-    Raises:
-      ValueError: there is none; the message says how to make one.
-    """
+    """Raise ValueError if other machines can reach the coordinator's address, and there is no secret."""
     if group_secret is None and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
         raise ValueError(
             f"coordinator {coordinator} can be reached from other machines, and the group has no secret: make one with "

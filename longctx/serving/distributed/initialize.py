@@ -70,13 +70,13 @@ def initialize(
         from longctx.serving.distributed import rendezvous
     options = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT, group_secret)
     meet = rendezvous.lead if cluster_env.process_id == 0 else rendezvous.join
-    timeouts = {"failure_timeout": failure_timeout, "join_timeout": join_timeout}
-    shared = _software() | {"num_processes": cluster_env.num_processes, **timeouts}
-    group, jax_address = meet(cluster_env, options, shared)
+    group, jax_address = meet(cluster_env, options)
     with contextlib.suppress(AttributeError):  # JAX's preemption service would swallow SIGTERM
         jax.config.update("jax_enable_preemption_service", False)
     takes_all = group.host_names.count(group.host_name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
     try:
+        timeouts = {"failure_timeout": failure_timeout, "join_timeout": join_timeout}
+        group.agree("software", _software() | {"num_processes": cluster_env.num_processes, **timeouts})
         jax.distributed.initialize(
             jax_address,
             cluster_env.num_processes,

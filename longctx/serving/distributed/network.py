@@ -36,9 +36,6 @@ def resolve(coordinator: str) -> Address:
     """Resolve `host:port`; of several addresses, the same in all processes if their systems list them alike.
 
     Other machines can't reach a loopback address, and IPv6 is not set up everywhere, so these come last.
-
-    Raises:
-      OSError, ValueError: there is no such host.
     """
     host, _, port = coordinator.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -59,11 +56,7 @@ def make_key() -> Key:
 
 
 def read_key(text: str) -> Key:
-    """The key with this secret half.
-
-    Raises:
-      ValueError: the text is no key.
-    """
+    """The key with this secret half."""
     try:
         secret = text.encode("ascii")
         return Key(zmq.curve_public(secret), secret)
@@ -126,11 +119,7 @@ class Network:
         return made
 
     def bind(self, bound: Socket, ports: tuple[int, int]) -> int:
-        """Bind a socket to a free port of an inclusive range, and return it.
-
-        Raises:
-          ValueError: all of them are taken.
-        """
+        """Bind a socket to a free port of an inclusive range, and return it."""
         try:
             host = str(Address(self.ip, 0)).rpartition(":")[0]
             return bound.bind_to_random_port(f"tcp://{host}", ports[0], ports[1] + 1, max_tries=200)

@@ -119,11 +119,7 @@ def encode_order(order: Order) -> bytes:
 
 
 def decode_order(data: bytes) -> Order:
-    """Decode an order.
-
-    Raises:
-      ValueError, TypeError: it is none.
-    """
+    """Decode an order."""
     return _DECODER.decode(data)
 
 

@@ -17,8 +17,7 @@ from longctx.serving.distributed.watchdog import Peer, Watchdog
 _RETRY_SECONDS, _WAIT_SECONDS = 1.0, 0.1  # between two requests of a process to join, and of one wait
 _REFUSAL_SECONDS = 2.0  # that process 0 waits for those it refuses to go, when it gives up
 
-_MAX_CHARACTERS = 200  # of untrusted text, in messages and logs
-_MAX_TRAITS = 100
+_MAX_CHARACTERS = 255  # of the name of a host
 
 ANY_PORT = (49152, 65535)
 """The ephemeral ports, from which the system chooses for programs that ask for no port."""
@@ -29,41 +28,18 @@ class JoinRequest(NamedTuple):
 
     process: int
     host_name: str
-    traits: dict[str, Any]  # what has to be the same in all processes
 
     def __str__(self) -> str:
-        return f"process {self.process} ({shown(self.host_name)})"
-
-    def differences(self, traits: dict[str, Any]) -> list[str]:
-        """List how the traits differ from those of process 0."""
-        return [
-            f"{shown(key)} {shown(self.traits.get(key))}, and process 0 has {traits.get(key)}"
-            for key in sorted({*traits, *self.traits})
-            if self.traits.get(key) != traits.get(key)
-        ]
+        return f"process {self.process} ({self.host_name})"
 
 
 def read_join_request(value: Any) -> JoinRequest:
-    """Read an untrusted request.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Read an untrusted request; raises ValueError if it is none."""
     match value:
-        case {"process": int(process), "host_name": str(host_name), "traits": dict(traits)}:
-            is_plain = all(isinstance(trait, str | int | float | None) for trait in traits.values())
-            if isinstance(process, bool) or not 0 <= process < 1 << 31:
-                raise ValueError("a request to join has an impossible number")
-            if not host_name.isprintable() or not is_plain or len(traits) > _MAX_TRAITS:
-                raise ValueError("a request to join has an impossible host_name or traits")
-            return JoinRequest(process, host_name, traits)
-    raise ValueError("a request to join must have process, host_name and traits")
-
-
-def shown(value: Any) -> str:
-    """Format untrusted text on one short line."""
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+        case [int(process), str(host_name)] if not isinstance(process, bool) and 0 <= process < 1 << 31:
+            if host_name.isprintable() and len(host_name) <= _MAX_CHARACTERS:
+                return JoinRequest(process, host_name)
+    raise ValueError("a request to join must have the number of a process and the name of its host")
 
 
 class RendezvousOptions(NamedTuple):
@@ -75,19 +51,11 @@ class RendezvousOptions(NamedTuple):
     group_secret: str | None = None
 
 
-def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, Any]) -> tuple[ProcessGroup, str]:
+def lead(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGroup, str]:
     """Meet the other processes as process 0.
-
-    Args:
-      shared: what has to be the same in all processes.
 
     Returns:
       This process's `ProcessGroup`, and the coordinator address for `jax.distributed`.
-
-    Raises:
-      ValueError: the coordinator is no address of this machine, can be reached from others without a secret, or a
-        port is taken.
-      TimeoutError: some process did not come. The others get the error too.
     """
     coordinator, failure_timeout = cluster_env.coordinator, options.failure_timeout
     try:
@@ -102,7 +70,7 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
             control = ControlServer(network, derive_key(options.group_secret), address.port)
         except ValueError as error:
             raise ValueError(f"coordinator {coordinator}: {error}") from None
-        server = RendezvousServer(cluster_env, control, options, shared)
+        server = RendezvousServer(cluster_env, control, options)
         server.wait_for_all()
         host_names = [platform.node(), *(server.joiners[i].request.host_name for i in server.others)]
         steps_key = make_key()
@@ -142,20 +110,14 @@ class RendezvousServer:
       joiners: those that have come, by id.
     """
 
-    def __init__(
-        self, cluster_env: ClusterEnv, control: ControlServer, options: RendezvousOptions, shared: dict[str, Any]
-    ) -> None:
+    def __init__(self, cluster_env: ClusterEnv, control: ControlServer, options: RendezvousOptions) -> None:
         self.others = range(1, cluster_env.num_processes)
         self.joiners: dict[int, _Joiner] = {}
-        self._control, self._options, self._shared = control, options, shared
+        self._control, self._options = control, options
         self._last_refusal = ""
 
     def wait_for_all(self) -> None:
-        """Wait until all have come.
-
-        Raises:
-          TimeoutError: they did not within the join timeout.
-        """
+        """Wait until all have come; TimeoutError: they did not within the join timeout."""
         deadline = time.monotonic() + self._options.join_timeout
         while len(self.joiners) < len(self.others):
             if time.monotonic() > deadline:
@@ -184,17 +146,17 @@ class RendezvousServer:
                 pass
 
     def _admit(self, peer: bytes, request: JoinRequest) -> None:
-        old, wrong = self.joiners.get(request.process), request.differences(self._shared)
+        old, wrong = self.joiners.get(request.process), None
         if request.process not in self.others:
-            wrong.append(f"a process_id that is not from 1 to {len(self.others)}")
+            wrong = f"a process_id that is not from 1 to {len(self.others)}"
         elif old is not None and old.peer != peer and not self._control.is_lost(old.peer):
-            wrong.append(f"a process_id that another on {old.request.host_name} has already")
-        if wrong:
-            self._last_refusal = f"{request} has {'; '.join(wrong)}"
+            wrong = f"a process_id that another on {old.request.host_name} has already"
+        if wrong is None:
+            self.joiners[request.process] = _Joiner(peer, request)
+        else:
+            self._last_refusal = f"{request} has {wrong}"
             self._control.send(peer, "refused", self._last_refusal)
             self._control.rejected.add(self._last_refusal)
-            return
-        self.joiners[request.process] = _Joiner(peer, request)
 
     def _who_is_missing(self) -> str:
         missing = ", ".join(str(i) for i in self.others if i not in self.joiners)
@@ -205,20 +167,14 @@ class RendezvousServer:
         )
 
 
-def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, Any]) -> tuple[ProcessGroup, str]:
-    """Meet process 0 as another process; arguments and results as in `lead`.
-
-    Raises:
-      ValueError: the coordinator's host does not exist, can be reached from other machines without a secret, or
-        process 0 refuses this process or another.
-      TimeoutError: process 0 does not answer.
-    """
+def join(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGroup, str]:
+    """Meet process 0 as another process; arguments and results as in `lead`."""
     # Process 0 may wait for others as long as this process would, and then send an error that names them.
     coordinator, deadline = cluster_env.coordinator, time.monotonic() + options.join_timeout + 2
     address = _await_name(coordinator, deadline)
     check_address(coordinator, address.ip, options.group_secret)
     process, host_name = cluster_env.process_id, platform.node()
-    request = JoinRequest(process, host_name, shared)
+    request = JoinRequest(process, host_name)
     network = Network(address.ip, options.failure_timeout)
     try:
         control = ControlClient(network, derive_key(options.group_secret), address, process)
@@ -255,7 +211,7 @@ def _ask_to_join(
     """
     next_request = 0.0
     while (now := time.monotonic()) < deadline:
-        if now > next_request and control.send(PROCESS_0, "hello", request._asdict()):
+        if now > next_request and control.send(PROCESS_0, "hello", request):
             next_request = now + _RETRY_SECONDS
         control.socket.poll(int(1000 * max(0.0, min(_WAIT_SECONDS, deadline - now))))
         for message in control.receive():

@@ -83,11 +83,7 @@ class Watchdog:
         self._outbox.put((peer.routing_id, kind, value, b""))
 
     def receive(self, peer: Peer, timeout: float, what: str) -> Any:
-        """Wait for the next value from a peer; `what` names it in the error.
-
-        Raises:
-          TimeoutError: nothing came within `timeout` seconds; infinity: there is no limit but the peer's life.
-        """
+        """Wait for the next value from a peer; `what` names it in the error."""
         try:
             return peer.inbox.get(timeout=None if timeout == math.inf else timeout)
         except queue.Empty:

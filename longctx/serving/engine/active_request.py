@@ -39,7 +39,6 @@ class ActiveRequest:
       request_id: unique; the registry chooses one if the request has none.
       available: leading tokens of its prompt that can be loaded; None: they are looked up when it enters.
       resumed: when its handoff was taken up; None: when it enters.
-      is_admitted: whether it counts as waiting until it has slots, see `AdmissionControl`.
       has_begun: whether it may enter the core with the next step; pages may have to come first.
       sequences: once it has entered the core.
       outputs: of the completions that have ended, by index.
@@ -56,7 +55,6 @@ class ActiveRequest:
     available: int | None = None
     resumed: float | None = None
     has_begun: bool = False
-    is_admitted: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
 
@@ -123,11 +121,7 @@ class ActiveRequests(dict[str, ActiveRequest]):
         return any(request.has_begun for request in tuple(self.values()))
 
     def claim(self, requests: List[ActiveRequest]) -> None:
-        """Check requests, and register each under its id, or a new one; all or none.
-
-        Raises:
-          TypeError, ValueError: one can't be served, or an id is taken.
-        """
+        """Check requests, and register each under its id, or a new one; all or none, and then an error says which."""
         for i, request in enumerate(requests):
             with _naming_prompt(i, len(requests)):
                 check_real("arrival", request.arrival, -math.inf, self._clock())

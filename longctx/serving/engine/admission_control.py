@@ -22,7 +22,6 @@ from longctx.serving.scheduler.scheduler import Scheduler
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
-_COUNT_AGAIN = 0.01  # seconds
 _RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
 _HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
 _REST = 10  # looking ahead takes at most a tenth of the time
@@ -97,9 +96,8 @@ class AdmissionControl:
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.estimator = TtftEstimator(engine)
-        self._engine, self._lock = engine, threading.Lock()
-        self._sequences = self._tokens = 0  # that wait, at most: some may have got slots since they were counted
-        self._counted, self._may_be_fewer = 0.0, False
+        self._engine, self._lock = engine, threading.RLock()
+        self._admitted: list[ActiveRequest] = []  # of which a sequence had no slot when they were looked at last
 
     @property
     def num_waiting(self) -> int:
@@ -120,17 +118,8 @@ class AdmissionControl:
                 raise Refused(message, "deadline", estimate.looked - deadline, estimate)
         with self._lock:
             exceeded = self._exceeded(request)
-            now = time.monotonic()
-            if exceeded is not None and (self._may_be_fewer or now > self._counted + _COUNT_AGAIN):
-                self._counted, self._may_be_fewer = now, False
-                waiting = self._waiting()
-                self._sequences = sum(other.num_waiting for other in waiting)
-                self._tokens = sum(len(other.prepared.tokens) for other in waiting)
-                exceeded = self._exceeded(request)
             if exceeded is None:
-                request.is_admitted = True
-                self._sequences += request.num_completions
-                self._tokens += len(prepared.tokens)
+                self._admitted.append(request)
         if exceeded is None:
             self.estimator.note_entered(prepared)
             return
@@ -143,23 +132,22 @@ class AdmissionControl:
 
     def _exceeded(self, request: ActiveRequest) -> tuple[Reason, int] | None:
         """The limit that is exceeded by one more request, and why."""
-        limits, most = self.limits, self.limits.max_waiting_tokens
-        if self._sequences and self._sequences + request.num_completions > limits.max_waiting:
+        limits, most, waiting = self.limits, self.limits.max_waiting_tokens, self._waiting()
+        if waiting and request.num_completions + sum(x.num_waiting for x in waiting) > limits.max_waiting:
             return "queue", limits.max_waiting
-        if self._sequences and most is not None and self._tokens + len(request.prepared.tokens) > most:
+        if waiting and most is not None and sum(len(x.prepared.tokens) for x in (*waiting, request)) > most:
             return "tokens", most
         return None
 
     def _waiting(self) -> list[ActiveRequest]:
         """Admitted requests of which a sequence has no slot yet."""
-        return [x for x in tuple(self._engine.requests.values()) if x.is_admitted and x.num_waiting]
+        requests = self._engine.requests
+        with self._lock:
+            self._admitted = [x for x in self._admitted if requests.get(x.request_id) is x and x.num_waiting]
+            return self._admitted
 
     def _prompts(self) -> dict[str, PreparedRequest]:
         return {request.request_id: request.prepared for request in self._waiting()}
-
-    def note_fewer(self) -> None:
-        """Note that requests may have got slots, or ended."""
-        self._may_be_fewer = True
 
     def note_output(self, output: Output, max_tokens: int) -> None:
         """Note the length of a completion that has ended, which others are expected to have.

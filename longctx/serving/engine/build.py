@@ -44,9 +44,6 @@ def build_core(
       max_length: prompt and output of the longest sequence, in tokens.
       topology: by which exchanges are chosen, unless the predictor knows them. None: then they are not predicted.
       element_bytes: of a number that is not quantised.
-
-    Raises:
-      ValueError: the plan chooses exchanges by a rule that needs a topology, and there is none.
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
     chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)

@@ -455,22 +455,14 @@ class Core:
 
 
 def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
-    """Begin what can be and wait for the oldest in-flight batch; None if there is none. `Core.end` takes its results.
-
-    Raises:
-      RuntimeError: sequences wait that nothing will ever admit.
-    """
+    """Begin what can be, and wait for the oldest in-flight batch, whose results `Core.end` takes; None: none is."""
     if not begin_steps(core, queue, now, logs):
         return None
     return end_step(queue, logs)
 
 
 def begin_steps(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> bool:
-    """Begin what can be; whether a batch is in flight then.
-
-    Raises:
-      RuntimeError: sequences wait that nothing will ever admit.
-    """
+    """Begin what can be; whether a batch is in flight then."""
     while (batch := core.begin(now)) is not None:
         for log in logs:
             log.note_plan(batch)

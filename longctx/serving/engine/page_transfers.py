@@ -161,11 +161,7 @@ class PageTransfers:
     # From any thread.
 
     def lease(self, lease_id: str) -> LeasedPages:
-        """Return the pages of a lease, as far as they are there. Asking keeps it alive.
-
-        Raises:
-          LeaseGone: it is unknown, or has ended.
-        """
+        """Return the pages of a lease, as far as they are there, or raise LeaseGone. Asking keeps it alive."""
         lease = self._core.leases.get(lease_id)
         if lease is None:
             raise LeaseGone(f"lease {lease_id} is unknown, or has ended")
@@ -178,11 +174,7 @@ class PageTransfers:
         return lease
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
-        """Begin to read pages `first` to `stop` of a lease, which are complete, of these layers at least.
-
-        Raises:
-          LeaseGone: it is unknown, or has ended.
-        """
+        """Begin to read pages `first` to `stop` of a lease, which are complete, of these layers at least."""
         self.lease(lease_id)
         read = _LaterRead()
         self._between_steps(lambda: self._begin_read(read, lease_id, first, stop, layers))

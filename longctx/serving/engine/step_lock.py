@@ -31,11 +31,7 @@ class StepLock:
 
     @contextlib.contextmanager
     def turn(self, call: str) -> Iterator[None]:
-        """Wait for other threads' steps, and keep them waiting.
-
-        Raises:
-          RuntimeError: this thread is within a step.
-        """
+        """Wait for other threads' steps, and keep them waiting; RuntimeError: this thread is within a step."""
         with self._lock:
             if self._is_taken:
                 raise RuntimeError(

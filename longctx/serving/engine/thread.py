@@ -21,6 +21,7 @@ from longctx.serving.request.request import PreparedRequest, Request
 logger = logging.getLogger(__name__)
 
 _EXPIRY_SECONDS = 1.0  # between two looks at leases while nothing else is to do
+_IDLE_SECONDS = 0.005  # between two looks at whether all requests have ended
 
 
 @runtime_checkable
@@ -73,6 +74,7 @@ class EngineThread:
 
     Attributes:
       failure: gets the exception with which the engine fails, or None when the thread ends in order.
+      is_draining: whether new requests are refused.
       load: as of the last step, or of the last request to come or go while no step ran.
       on_step: are called after each step with its metrics and the load, in the engine's thread; one that raises is
         logged, and not called again.
@@ -106,14 +108,10 @@ class EngineThread:
         self.on_step: list[Callable[[StepMetrics, Load], object]] = []
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
-        self._events: deque[tuple[ActiveRequest, Event, bool]] = (
-            deque()
-        )  # that sinks have not got, the last one said so
-        self._num_open = 0  # requests whose sinks have not got the last event
-        self._wake, self._idle = threading.Event(), threading.Event()
-        self._idle.set()
-        self._counting = threading.Lock()
-        self._is_draining = self._is_closing = False
+        self._events: deque[tuple[ActiveRequest, Event]] = deque()  # that sinks have not got
+        self._is_delivering = False
+        self._wake = threading.Event()
+        self.is_draining = self._is_closing = False
         self._progressed: float | None = None  # when the thread last came out of a step, while it has work
         self.load = self._look()
         engine.add_monitor(self._note)
@@ -153,10 +151,9 @@ class EngineThread:
         arrival = self.engine.now() if arrival is None else arrival
         request = ActiveRequest(prepared, arrival, self._collect, received.handoff, received.sources, sink)
         self.engine.claim([request])
-        self._count(1)
         try:
             self._check_running()
-            if self._is_draining:
+            if self.is_draining:
                 raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
             self.control.admit(request)
             if received.staged is None:
@@ -165,10 +162,7 @@ class EngineThread:
                 received.staged.ready.add_done_callback(lambda _: self._begin_staged(request))
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
-            if self.engine.requests.drop(request):
-                if request.is_admitted:
-                    self.control.note_fewer()
-                self._count(-1)
+            self.engine.requests.drop(request)
             raise
         finally:
             self._wake.set()
@@ -198,14 +192,9 @@ class EngineThread:
         since = self._progressed
         return 0.0 if since is None else time.monotonic() - since
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._is_draining
-
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._is_draining = True
+        self.is_draining = True
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until all requests have ended.
@@ -216,11 +205,16 @@ class EngineThread:
         Returns:
           False if some have not ended by then.
         """
-        return self._idle.wait(timeout)
+        until = time.monotonic() + timeout
+        while self.engine.requests or self._events or self._is_delivering:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_IDLE_SECONDS)
+        return True
 
     def close(self) -> None:
         """Cancel what has not ended, and end the thread."""
-        self._is_draining = self._is_closing = True
+        self.is_draining = self._is_closing = True
         self._wake.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -263,27 +257,23 @@ class EngineThread:
         self.control.estimator.refresh()
 
     def _collect(self, request: ActiveRequest, event: Event) -> None:
-        self._events.append((request, event, event.output is not None and not request.is_open))
+        self._events.append((request, event))
 
     def _deliver(self) -> None:
         """Give sinks the events that have come, those of a request together."""
         by_request: dict[ActiveRequest, list[Event]] = {}
-        ended = []
+        self._is_delivering = True
         while self._events:
-            request, event, is_last = self._events.popleft()
+            request, event = self._events.popleft()
             by_request.setdefault(request, []).append(event)
             if event.output is not None:
                 self.control.note_output(event.output, request.prepared.request.sampling.max_tokens)
                 notify(self.on_end, event.output, request.prepared.request)
-            if is_last:
-                ended.append(request)
         for request, events in by_request.items():
             self._tell(request, events)
         if by_request:
             self._flush()
-        if ended:
-            self.control.note_fewer()
-            self._count(-len(ended))
+        self._is_delivering = False
 
     def _tell(self, request: ActiveRequest, events: list[Event]) -> None:
         try:
@@ -294,14 +284,6 @@ class EngineThread:
             request.sink = None
             with contextlib.suppress(RuntimeError):  # the engine has failed
                 self.engine.cancel(request.request_id)
-
-    def _count(self, change: int) -> None:
-        with self._counting:
-            self._num_open += change
-            if self._num_open:
-                self._idle.clear()
-            else:
-                self._idle.set()
 
     def _end_all(self, cause: str) -> None:
         """End requests that have not begun, or came too late."""
@@ -316,8 +298,6 @@ class EngineThread:
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()
-        if metrics.admitted:
-            self.control.note_fewer()
         notify(self.on_step, metrics, self.load)
 
     def _look(self) -> Load:

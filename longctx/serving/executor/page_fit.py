@@ -52,9 +52,6 @@ class PageFit:
 
         Args:
           compile_largest: compiles the largest programs for a number of pages, and returns them.
-
-        Raises:
-          ValueError: there is room for none; the message has the numbers and the arguments to change.
         """
         use = self._measure()
         if num_pages is not None:
@@ -72,11 +69,7 @@ class PageFit:
         raise ValueError(f"num_pages must be given: none is found for which programs leave as much room\n{self.use}")
 
     def check(self, programs: Iterable[Any]) -> None:
-        """Check that the programs of all steps fit beside the pages.
-
-        Raises:
-          ValueError: they do not; the message has the numbers and the arguments to change.
-        """
+        """Check that the programs of all steps fit beside the pages."""
         assert self.use is not None
         self.use = self.use.with_programs(ProgramMemory.of(programs), self._in_flight)
         self.use.check()

@@ -107,8 +107,8 @@ class PageMover:
 
     def warm_up(self) -> None:
         """Compile what moves pages, read one and write it back; while no step runs."""
-        self.runner.compile_pages()
-        layout = self.runner.page_layout
+        self.runner.transfer.compile()
+        layout = self.runner.transfer.layout
         for block in self.runner.read_pages([0], (0, layout.num_layers)).result():
             self.runner.write_pages([0], block)
 
@@ -122,7 +122,7 @@ class PageMover:
         now = self._clock()
         for request in batch.loads:
             assert request.name not in self._loads, f"{request.name} loads already"
-            missing = MissingParts(self.runner.needed(request.pages), self.runner.page_layout.whole)
+            missing = MissingParts(self.runner.transfer.needed(request.pages), self.runner.transfer.layout.whole)
             with self._lock:
                 self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
         if batch.loads:
@@ -161,7 +161,7 @@ class PageMover:
             self._thread.join()
 
     def _store(self, stores: List[PageStore]) -> None:
-        layout, stats = self.runner.page_layout, self.stats
+        layout, stats = self.runner.transfer.layout, self.stats
         if self.sink is None:
             return
         try:
@@ -285,7 +285,7 @@ class PageMover:
             self._arrived.set()
 
     def _place_block(self, load: _Load, block: PageBlock) -> None:
-        placed = self.runner.place_block(load.request.pages, block)
+        placed = self.runner.transfer.place(load.request.pages, block)
         size = block.data.nbytes
         with self._lock:
             if not load.is_done:

@@ -172,14 +172,6 @@ class PageKeeper(PageFinder, PageSource, Protocol):
         """Keep pages until a time of `time.monotonic()`, or, if that is over, let them go when their turn comes."""
         ...
 
-    def forget(self, key: Key) -> None:
-        """Find a page no more, not even after a restart."""
-        ...
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until all that was put is kept; False if that took longer than `timeout` seconds."""
-        ...
-
     def close(self) -> None:
         """End its threads; it may be called more than once."""
         ...

@@ -18,7 +18,6 @@ from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.kv_cache.connector import PageBlock
-from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
@@ -162,7 +161,7 @@ class ModelRunner:
         state = self.abstract_state(shape.num_pages)
         arguments = (self.model, self.mesh, self.params, state, *inputs, shape, self._sections)
         if self.run_step is layered_step:
-            programs = [*compile_layered_step(*arguments, compiled)]
+            programs = [*compile_layered_step(*arguments, compiled=compiled)]
         else:
             programs = [self.run_step.lower(*arguments).compile()]
             compiled()
@@ -202,48 +201,28 @@ class ModelRunner:
         return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, on_devices, shape.num_top)
 
     @functools.cached_property
-    def _pages(self) -> PageTransfer:
+    def transfer(self) -> PageTransfer:
+        """Reads and writes pages of the state, by `read_pages` and `write_placed`."""
         return PageTransfer(self.mesh, self.model.config, self._num_pages, self._page_size, self._kv_dtype)
-
-    @property
-    def page_layout(self) -> PageLayout:
-        return self._pages.layout
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
         """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them."""
-        return self._pages.read(self.state.cache, pages, layers)
-
-    def place_block(self, pages: List[int], block: PageBlock) -> PlacedBlock:
-        """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
-
-        This call alone may come from any thread. The block's memory must not change until it is written.
-
-        Raises:
-          ValueError: the block is not of these pages, or has another layout.
-        """
-        return self._pages.place(pages, block)
+        return self.transfer.read(self.state.cache, pages, layers)
 
     def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], object] | None:
-        """Begin to write blocks from `place_block` over their pages.
+        """Begin to write blocks from `PageTransfer.place` over their pages.
 
         Returns:
           What waits, in any thread, until nothing reads the blocks' memory any more. None: nothing does.
         """
-        cache, done = self._pages.write(self.state.cache, blocks)
+        cache, done = self.transfer.write(self.state.cache, blocks)
         self.state = self.state._replace(cache=cache)
         return functools.partial(jax.block_until_ready, done) if done else None
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        """Write a block of a load of `pages`: `place_block` and `write_placed`; its memory may change after it."""
-        if (wait := self.write_placed([self.place_block(pages, block)])) is not None:
+        """Place and write a block of a load of `pages`; its memory may change after it."""
+        if (wait := self.write_placed([self.transfer.place(pages, block)])) is not None:
             wait()
-
-    def needed(self, pages: List[int]) -> np.ndarray:
-        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
-        return self._pages.needed(pages)
-
-    def compile_pages(self) -> None:
-        self._pages.compile()
 
     def _to_devices(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:
         if self.mesh.size == 1:

@@ -183,9 +183,6 @@ class PageTransfer:
 
         Args:
           pages: of the load.
-
-        Raises:
-          ValueError: the block is not of these pages, or not of this layout.
         """
         self._check_block(block, len(pages))
         numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]

@@ -6,7 +6,7 @@ Source: Mooncake, section 3 (LRU, LFU, or by the requests' characteristics).
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from longctx.serving.kv_cache.page_pool import Key
@@ -100,10 +100,8 @@ class TierIndex(Generic[Page]):
     def __contains__(self, key: object) -> bool:
         return key in self._pages
 
-    @property
-    def keys(self) -> list[Key]:
-        """Keys of all pages, in the order in which they were added."""
-        return list(self._pages)
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages.values())
 
     def find(self, key: Key) -> Page | None:
         return self._pages.get(key)
@@ -202,18 +200,6 @@ class TierIndex(Generic[Page]):
         self._tell_followers(key)
         for listener in self._listener:
             listener.removed(self.tier, key)
-
-    def forget(self, key: Key) -> list[Page]:
-        """Remove the page of a key, if it is there; which."""
-        page = self.find(key)
-        if page is None:
-            return []
-        self.remove(page)
-        return [page]
-
-    def clear(self) -> list[Page]:
-        """Remove all pages; which."""
-        return [page for key in self.keys for page in self.forget(key)]
 
     def _lacks_beginning(self, page: Page) -> bool:
         before = self.find(page.name.parent)

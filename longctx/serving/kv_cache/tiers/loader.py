@@ -4,6 +4,7 @@ A load is read a few pages at a time, so that several of them come forward toget
 before anybody sees it; the first page that is missing or wrong everywhere ends its load.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,12 +31,12 @@ class _Load:
 
     Attributes:
       keys: of its pages. parents: of each of them but the first, the one before it.
-      done: leading pages that are through. epoch: of the store when it began.
+      done: leading pages that are through.
       held: pages of host memory that will be given. given: those that were, until the fetch is closed; None after that.
     """
 
-    def __init__(self, keys: Sequence[Key], epoch: int) -> None:
-        self.keys, self.epoch = list(keys), epoch
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = list(keys)
         self.fetch: Arrivals | None = None
         self.parents = dict(zip(self.keys[1:], self.keys, strict=False))
         self.held: dict[Key, HostPage] = {}
@@ -49,11 +50,7 @@ class _Load:
 
 
 class PageLoader:
-    """Reads the loads of one store in threads of its own. `lock` guards the tiers and the counters.
-
-    Attributes:
-      epoch: grows when the store is cleared: what was found before is not kept after.
-    """
+    """Reads the loads of one store in threads of its own. `lock` guards the tiers and the counters."""
 
     def __init__(
         self,
@@ -77,11 +74,10 @@ class PageLoader:
         self._remote_workers = Workers(1, "kv-load-remote") if remote is not None else None
         self._loads: set[_Load] = set()
         self._is_closed = False
-        self.epoch = 0
 
     def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> Arrivals:
         """Read pages, up to the first that no tier has or that is wrong; loads ahead of its pages end."""
-        load = _Load(keys, self.epoch)
+        load = _Load(keys)
 
         def close() -> None:
             with self._lock:
@@ -101,7 +97,7 @@ class PageLoader:
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Bring pages to host memory when there is nothing more urgent."""
-        load = _Load(keys, self.epoch)
+        load = _Load(keys)
         with self._lock:
             if not self._is_closed:
                 load.keys = [key for key in load.keys if key not in self._host]
@@ -228,7 +224,8 @@ class PageLoader:
                     with self._lock:
                         for page in (page for page in wrong if disk.find(page.name.key) is page):
                             self._stats.disk.corrupt += page.path.exists()
-                            disk.delete(disk.forget(page.name.key))
+                            disk.remove(page)
+                            disk.delete([page])
                     break
                 sums.append(checksum)
             return sums
@@ -296,7 +293,7 @@ class PageLoader:
                     continue
                 if number >= len(sums):
                     self._host.release(page)
-                elif load.epoch == self.epoch:
+                else:
                     self._admit(page, sums[number])
 
     def _give(self, load: _Load, pages: Sequence[HostPage | None], outs: Sequence[np.ndarray]) -> None:
@@ -308,21 +305,13 @@ class PageLoader:
                 self._release(held)
                 return
             load.given += held
-        for data in self._runs(pages, outs):
-            load.fetch.put(PageBlock(first, self._part, data))
-            first += len(data)
 
-    def _runs(self, pages: Sequence[HostPage | None], outs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        runs: list[list[int]] = []
-        data: list[np.ndarray] = []
-        for page, out in zip(pages, outs, strict=True):
-            if page is None:
-                runs.append([])
-                data.append(out[None])
-            elif runs and runs[-1] and page.slot == runs[-1][1]:
-                runs[-1][1] += 1
-                data[-1] = self._host.pages[runs[-1][0] : runs[-1][1]]
-            else:
-                runs.append([page.slot, page.slot + 1])
-                data.append(out[None])
-        return data
+        def place(i: int) -> object:
+            page = pages[i]
+            return (i,) if page is None else page.slot - i
+
+        for _, run in itertools.groupby(range(len(outs)), place):
+            at, *others = run
+            page = pages[at]
+            data = outs[at][None] if page is None else self._host.pages[page.slot : page.slot + 1 + len(others)]
+            load.fetch.put(PageBlock(first + at, self._part, data))

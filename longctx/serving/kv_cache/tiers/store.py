@@ -1,11 +1,11 @@
 """`TieredStore`: pages beyond the devices, in host memory and on disk, for the executor and the driver of an engine."""
 
+import copy
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 from longctx.serving.kv_cache.arrivals import Arrivals
@@ -68,6 +68,7 @@ class TieredStore:
         self._disk = None
         if config.disk is not None:
             self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction)
+        self._tiers = [tier for tier in (self._host, self._disk) if tier is not None]
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
         self._is_closed = False
@@ -85,6 +86,7 @@ class TieredStore:
         ):
             if is_there:
                 self._writers.append(Writer(self._lock, self._host, counters, most, name, write))
+        self._queues: list[StoreQueue | Writer] = [self._store_queue, *self._writers]
 
     # What is there
 
@@ -115,26 +117,22 @@ class TieredStore:
     @property
     def pinnable_pages(self) -> int:
         """Pages that can be pinned, in the largest tier."""
-        disk = 0 if self._disk is None else self._disk.max_pinned
-        return max(self._host.max_pinned, disk) // self._page_bytes
+        return max(tier.max_pinned for tier in self._tiers) // self._page_bytes
 
     def count_by_tier(self, keys: Sequence[Key]) -> dict[str, int]:
         """Return how many of some pages are in host memory, and on disk."""
         with self._lock:
-            disk = 0 if self._disk is None else sum(key in self._disk for key in keys)
-            return {"host": sum(key in self._host for key in keys), "disk": disk}
+            return {"disk": 0} | {tier.tier: sum(key in tier for key in keys) for tier in self._tiers}
 
     @property
     def tiers(self) -> list[str]:
         """The tiers that there are: `"host"`, and those of `"disk"` and `"remote"` that it was made with."""
-        return ["host", *["disk"] * (self._disk is not None), *["remote"] * (self._probe is not None)]
+        return [tier.tier for tier in self._tiers] + ["remote"] * (self._probe is not None)
 
     def tier_of(self, key: Key) -> str | None:
         """The first tier that has a page: `"host"`, `"disk"`, or None."""
         with self._lock:
-            if key in self._host:
-                return "host"
-            return "disk" if self._disk is not None and key in self._disk else None
+            return next((tier.tier for tier in self._tiers if key in tier), None)
 
     @property
     def num_loads(self) -> int:
@@ -189,22 +187,8 @@ class TieredStore:
             pinned = []
             for key in keys:
                 self._pins[key] = max(until, self._pins.get(key, until))
-                in_host = self._host.pin(key)
-                on_disk = self._disk is not None and self._disk.pin(key)
-                pinned.append(in_host or on_disk)
+                pinned.append(sum(tier.pin(key) for tier in self._tiers) > 0)
             return pinned.index(False) if False in pinned else len(pinned)
-
-    def forget(self, key: Key) -> None:
-        """Find a page no more, not even after a restart."""
-        with self._lock:
-            self._store_queue.forget(key)
-            self._host.forget(key)
-            self._loader.epoch += 1
-            for writer in self._writers:
-                writer.forget(key)
-            removed = self._disk.forget(key) if self._disk is not None else []
-        if self._disk is not None:
-            self._disk.delete(removed)
 
     def evict(self, is_wanted: Callable[[Key], bool]) -> int:
         """Let pages leave host memory whose keys are wanted so; how many did.
@@ -213,35 +197,16 @@ class TieredStore:
         """
         with self._lock:
             self._expire()
-            keys = [key for key in self._host.keys if is_wanted(key) and key not in self._pins]
-            keys = [key for key in keys if self._disk is None or key in self._disk]
-            for key in keys:
-                self._host.forget(key)
-        return len(keys)
-
-    def clear(self) -> int:
-        """Forget all pages; how many there were in host memory. Loads in progress go on with what they found."""
-        with self._lock:
-            self._store_queue.clear()
-            self._pins.clear()
-            self._loader.epoch += 1
-            for writer in self._writers:
-                writer.clear()
-            count = len(self._host.clear())
-            removed = self._disk.clear() if self._disk is not None else []
-        if self._disk is not None:
-            self._disk.delete(removed)
-        return count
+            pages = [page for page in self._host if is_wanted(page.name.key) and page.name.key not in self._pins]
+            pages = [page for page in pages if self._disk is None or page.name.key in self._disk]
+            for page in pages:
+                self._host.remove(page)
+        return len(pages)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what is on its way is in host memory and on disk; False: it is not so after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
         with self._lock:
-            while not self._is_idle:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._lock.wait(left):
-                    return self._is_idle
-        return True
+            return self._lock.wait_for(lambda: not any(map(len, self._queues)), timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what waits, for `timeout` seconds at most, and end all threads. Loads in progress end short."""
@@ -264,35 +229,28 @@ class TieredStore:
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages in host memory and on disk, and of changes from now on."""
         with self._lock:
-            self._host.listen(listener)
-            if self._disk is not None:
-                self._disk.listen(listener)
+            for tier in self._tiers:
+                tier.listen(listener)
 
     @property
     def stats(self) -> TierStats:
         """Counters, as they are now."""
         with self._lock:
-            host, disk, remote = replace(self._stats.host), replace(self._stats.disk), replace(self._stats.remote)
-            host.evicted = self._host.num_evicted
-            host.pages, host.num_bytes = len(self._host), self._host.used
-            host.pinned_bytes = self._host.pinned
-            if self._disk is not None:
-                disk.evicted, disk.pages = self._disk.num_evicted, len(self._disk)
-                disk.num_bytes, disk.pinned_bytes = self._disk.used, self._disk.pinned
-                disk.corrupt += self._disk.num_unusable
-            waiting = (len(self._store_queue) + sum(len(writer) for writer in self._writers)) * self._page_bytes
-            return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting)
+            stats = copy.deepcopy(self._stats)
+            for tier in self._tiers:
+                counters = getattr(stats, tier.tier)
+                counters.evicted, counters.pages = tier.num_evicted, len(tier)
+                counters.num_bytes, counters.pinned_bytes = tier.used, tier.pinned
+            stats.disk.corrupt += 0 if self._disk is None else self._disk.num_unusable
+            stats.waiting_bytes = sum(map(len, self._queues)) * self._page_bytes
+            return stats
 
     @property
     def _page_bytes(self) -> int:
         return self._host.page_bytes
 
-    @property
-    def _is_idle(self) -> bool:
-        return not len(self._store_queue) and not any(len(writer) for writer in self._writers)
-
     def _has(self, key: Key) -> bool:
-        return key in self._host or (self._disk is not None and key in self._disk)
+        return any(key in tier for tier in self._tiers)
 
     def _expire(self) -> None:
         """End pins whose time has come."""
@@ -305,9 +263,8 @@ class TieredStore:
 
     def _unpin(self, key: Key) -> None:
         self._pins.pop(key, None)
-        self._host.unpin(key)
-        if self._disk is not None:
-            self._disk.unpin(key)
+        for tier in self._tiers:
+            tier.unpin(key)
 
     def _admit(self, page: HostPage, checksum: int) -> bool:
         """Let a complete page be found in host memory; False if another one with its key can be found already."""
@@ -325,10 +282,10 @@ class TieredStore:
         return is_new
 
     def _write_to_disk(self, page: HostPage) -> None:
-        disk, writer, key = self._disk, self._writers[0], page.name.key
+        disk, key = self._disk, page.name.key
         assert disk is not None
         with self._lock:
-            if page not in writer or key in disk:
+            if key in disk:
                 return
             planned = disk.plan(page.name)
             if planned is None:
@@ -338,14 +295,11 @@ class TieredStore:
         disk.delete(removed)
         disk.write(file, self._host.buffer(page), page.checksum)
         with self._lock:
-            if is_wanted := page in writer:
-                disk.add(file)
-                if key in self._pins:
-                    disk.pin(key)
-                self._stats.disk.stored += 1
-                self._stats.disk.bytes_written += file.size
-        if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart
-            disk.delete([file])
+            disk.add(file)
+            if key in self._pins:
+                disk.pin(key)
+            self._stats.disk.stored += 1
+            self._stats.disk.bytes_written += file.size
 
     def _write_to_remote(self, page: HostPage) -> None:
         assert self._remote is not None

@@ -10,16 +10,14 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import client_of
-from longctx.serving.server.errors import ApiError, not_servable
-from longctx.serving.server.frontend import ActiveCall, CallStream
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.frontend import ActiveCall, CallStream, refusals_answered
 from longctx.serving.server.kv_events import block_hash
 from longctx.serving.server.relay import encode_events
 from longctx.serving.server.request_parser import ParsedCall
 from longctx.serving.server.schemas import CompletionBody, DrainBody, ResumeBody, SwapBody, body_of
 from longctx.serving.server.server import Server
-from longctx.serving.server.transfers import Transfers
 
 _ALIVE_SECONDS = 2.0  # after which an empty line says that the request lives
 _SWAP_SECONDS = 30.0
@@ -32,14 +30,17 @@ def internal_router(server: Server) -> APIRouter:
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
     async def resume(request: Request) -> CallStream:
         """Begin or go on with a request of another server: lines of JSON, one for the events of each step."""
-        transfers = _transfers(server)
+        transfers = server.transfers
+        if transfers is None:
+            raise ApiError(409, "this server moves no requests: start it with --role", code="cannot_move")
         server.check_accepting()
         arrival, client = server.engine.now(), client_of(request)
         body = await server.bodies.fields(request, ResumeBody)
         params = body.kv_transfer_params
         if params is not None and params.remote_engine_id == transfers.info()["engine_id"]:
             raise ApiError(409, "a request can't move to the server that it comes from", "to", "cannot_move")
-        prepared = await asyncio.to_thread(_prepare, server, body)
+        with refusals_answered():
+            prepared = await asyncio.to_thread(server.engine.prepare, body.request)
         received = transfers.resume(params, body.prefill, prepared, request.headers)
         call = ParsedCall(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
         active = await server.start_call(client.request_id, client.shown_id, call, arrival, None, received)
@@ -67,19 +68,6 @@ def internal_router(server: Server) -> APIRouter:
             raise ApiError(503, "no step has ended meanwhile", code="server_is_overloaded", retry_after=1.0) from None
 
     return router
-
-
-def _transfers(server: Server) -> Transfers:
-    if server.transfers is None:
-        raise ApiError(409, "this server moves no requests: start it with --role", code="cannot_move")
-    return server.transfers
-
-
-def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:
-    try:
-        return server.engine.prepare(body.request)
-    except (TypeError, ValueError) as error:
-        raise not_servable(error) from None
 
 
 async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
