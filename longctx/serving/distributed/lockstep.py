@@ -31,11 +31,7 @@ DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next
 
 
 class Lockstep:
-    """One process's part in the lockstep of a process group; a process alone does nothing for it.
-
-    Attributes:
-      now: the time that process 0 sent last, on the other processes.
-    """
+    """One process's part in the lockstep of a process group; a process alone does nothing for it."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
