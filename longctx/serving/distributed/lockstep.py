@@ -70,13 +70,11 @@ class Lockstep:
 
     def note_plan(self, batch: Batch) -> None:
         """Add a planned batch to the digest."""
-        if not self.is_alone:
-            self.decisions.add_plan(batch)
+        self.decisions.add_plan(batch)
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch to the digest."""
-        if not self.is_alone:
-            self.decisions.add_tokens(batch, tokens)
+        self.decisions.add_tokens(batch, tokens)
 
     # In process 0.
 
@@ -89,10 +87,9 @@ class Lockstep:
 
     def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step."""
-        if not self.is_alone:
-            self._send("step", now, self.decisions.digest if self._num_steps % DIGEST_INTERVAL == 0 else None)
-            self._is_settled = False
-            self._num_steps += 1
+        self._send("step", now, self.decisions.digest if self._num_steps % DIGEST_INTERVAL == 0 else None)
+        self._is_settled = False
+        self._num_steps += 1
 
     def settle(self, now: float) -> None:
         """Order all other processes to end the last step and apply updates, if there is need."""
@@ -115,8 +112,7 @@ class Lockstep:
 
     def send_warm_up(self) -> None:
         """Order all other processes to warm up."""
-        if not self.is_alone:
-            self.group.broadcast(encode_order(Order("warm_up")))
+        self.group.broadcast(encode_order(Order("warm_up")))
 
     # In the other processes.
 

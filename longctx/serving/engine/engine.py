@@ -138,7 +138,8 @@ class Engine:
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         if recorder is not None:
             setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
-        self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
+        self._journals: list[Journal] = [] if recorder is None else [recorder]
+        self._journals += [] if self._lockstep.is_alone else [self._lockstep]
         self.executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._monitors = [] if monitor is None else [monitor]
@@ -251,7 +252,7 @@ class Engine:
           RuntimeError: requests have not ended, other processes take part, or it is recorded.
         """
         with self._without_requests("lend_executor", "an engine is measured while it serves no request:"):
-            if self._journals != [self._lockstep] or not self._lockstep.is_alone:
+            if self._journals:
                 raise RuntimeError("an engine is measured in one process alone, and not while it is recorded")
             self.core.pool.clear()
             with self._lock.failing():
