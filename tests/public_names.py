@@ -27,7 +27,7 @@ MORE = {
     "longctx.serving.kv_cache.tiers.config": ["TierConfig"],
     "longctx.serving.recording.recorder": ["open_recorder"],
     "longctx.serving.scheduler.look_ahead": ["copy_scheduler"],
-    "longctx.simulation.baselines": ["BASELINES", "Baseline", "StandardPipeline", "make_simulation"],
+    "longctx.simulation.baselines": ["BASELINES", "StandardPipeline", "make_simulation"],
     "longctx.simulation.capacity": ["search"],
     "longctx.simulation.deployment": ["ClusterDeployment", "Deployment"],
     "longctx.simulation.hardware": ["predictor"],
@@ -37,7 +37,7 @@ MORE = {
         *("RejectedPlan", "SearchResult", "Goal", "Planned", "evaluate", "search"),
     ],
     "longctx.simulation.utilization": [
-        *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops", "totals_of"),
+        *("DeviceMemory", "device_memory", "max_tokens", "mbu", "mfu", "model_flops"),
     ],
 }
 _NOT_FOR_USERS = ("longctx.cli",)

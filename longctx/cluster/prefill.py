@@ -27,7 +27,6 @@ import msgspec
 
 from longctx.cluster.pending_pages import PendingSource, StagedPages
 from longctx.cluster.server_url import host_port, split_server_url
-from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource, PageStore
@@ -133,7 +132,7 @@ class PrefillRequests:
         seconds = wanted.seconds
         if seconds is None:
             seconds = 0.0 if lends else engine.scheduler.forecast.time.prefill_seconds(there, length)
-        lease, count = make_lease_id(), length + 1 if lends else len(prepared.tokens)
+        lease, count = secrets.token_hex(16), length + 1 if lends else len(prepared.tokens)
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
         sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}
         pending = PendingSource(lambda: computing.cancel())

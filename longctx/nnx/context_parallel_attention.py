@@ -15,11 +15,13 @@ from jaxtyping import Float, Int
 
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
+from longctx.kernels.attention.operands import Implementation
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
-from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.context_parallel import Method, context_parallel_attention
+from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import (
     MeshAxes,
     check_axes,
@@ -104,12 +106,12 @@ class ContextParallelAttention(nnx.Module):
         causal: bool = True,
         norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
-        method: str = "auto",
-        layout: str = "zigzag",
+        method: Method = "auto",
+        layout: Layout = "zigzag",
         axis_name: str = "context",
         head_axis: str | None = None,
         batch_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,

@@ -11,7 +11,8 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, Window
+from longctx.kernels.attention.operands import Arguments, Implementation, Window
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.kernels.operand_dtype import wide_dtype
 from longctx.parallel.exchange import AttentionSpec, exchange, gather_tokens, stack_keys
 
@@ -30,8 +31,9 @@ def all_gather_kv(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
@@ -49,6 +51,7 @@ def all_gather_kv(
     Args:
       q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
 
     Returns:
       (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
@@ -78,7 +81,7 @@ def all_gather_kv(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec, sinks)
 
 
@@ -91,11 +94,11 @@ class AllGatherKV:
     kernel: Kernel
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, _, _, queries, _ = operands
+        q, _, _, queries, _, bias = operands
 
         def step(state: Any, shard: Any) -> Any:
             kv, keys = shard
-            return self.kernel.forward(Operands(q, kv[0], kv[-1], queries, keys), state), None
+            return self.kernel.forward(Operands(q, kv[0], kv[-1], queries, keys, bias), state), None
 
         # Zeros made from q, so that they vary over its mesh axes.
         zeros = jnp.zeros_like(q, wide_dtype(q.dtype), shape=operands.out_shape)
@@ -103,11 +106,11 @@ class AllGatherKV:
         return lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        q, _, _, queries, _ = operands
+        q, _, _, queries, _, bias = operands
 
         def step(d_q: Array, shard: Any) -> Any:
             kv, keys = shard
-            part, *d_kv = self.kernel.backward(Operands(q, kv[0], kv[-1], queries, keys), lse, row_terms, d_out)
+            part, *d_kv = self.kernel.backward(Operands(q, kv[0], kv[-1], queries, keys, bias), lse, row_terms, d_out)
             return d_q + part, stack_keys(*d_kv)
 
         zeros = jnp.zeros_like(d_out, shape=q.shape)
@@ -119,5 +122,5 @@ class AllGatherKV:
 
 def _gather_shards(operands: Operands, axis_name: str) -> tuple[tuple[Array, ...], Tokens]:
     """Gather keys and values `[N, 2, B, S, K, H]` in one message, and their positions and segments in another."""
-    _, k, v, _, keys = operands
+    _, k, v, _, keys, _ = operands
     return tuple(lax.all_gather(x, axis_name) for x in stack_keys(k, v)), gather_tokens(keys, axis_name)

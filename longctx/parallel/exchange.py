@@ -1,8 +1,8 @@
 """Parts that all exchanges share: the check of arguments, gathered positions and segments, states as messages."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from longctx.kernels.attention.operands import (
     Arguments,
     Window,
     check_arrays,
+    check_bias,
     check_kernel,
     check_out_dtype,
     check_sinks,
     flatten,
 )
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
 
@@ -31,10 +33,11 @@ class AttentionSpec(NamedTuple):
     axis_name: str
     causal: bool
     scale: Real | None
-    implementation: str | None
+    implementation: str | Sequence[str] | None
     out_dtype: DTypeLike | None
     window: Window | None = None
     logits_soft_cap: Real | None = None
+    bias: BiasFunction | None = None
 
     def check(self, arrays: Arguments) -> tuple[Kernel, Operands, jnp.dtype]:
         """Check one rank's arguments, flatten their batch dimensions and cast them to vary over the axis.
@@ -57,9 +60,18 @@ class AttentionSpec(NamedTuple):
                     f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
                     "(longctx.parallel.shard_positions does)"
                 )
+        check_bias_function(self.bias)
         operands = flatten(check_arrays(*arrays, self.causal))
+        operands = operands._replace(bias=check_bias(self.bias, operands.q, operands.k))
         kernel = check_kernel(
-            q, self.causal, self.scale, self.implementation, self.window, self.logits_soft_cap, arrays.v.shape[-1]
+            q,
+            self.causal,
+            self.scale,
+            self.implementation,
+            self.window,
+            self.logits_soft_cap,
+            arrays.v.shape[-1],
+            self.bias,
         )
         for name, x in (("k", arrays.k), ("v", arrays.v)):
             if num_ranks > 1 and is_replicated(x, axis_name):
@@ -68,6 +80,15 @@ class AttentionSpec(NamedTuple):
                     f"{axis_name!r}: its keys would count {num_ranks} times"
                 )
         return kernel, match_varying(operands, axis_name), check_out_dtype(self.out_dtype, q.dtype)
+
+
+def check_bias_function(bias: Any) -> None:
+    """Check that a bias is a function, or None."""
+    if bias is not None and not callable(bias):
+        raise NotImplementedError(
+            "bias must be a function of heads and positions where keys are divided over ranks, got an array of scores: "
+            "longctx.kernels.attention takes one"
+        )
 
 
 def exchange(

@@ -119,45 +119,27 @@ def _striped(setting: Setting) -> list[Instance]:
     return [_whole_prompts(setting, plan)]
 
 
-class Baseline(NamedTuple):
-    """A system to compare with, and the function that makes it.
-
-    Attributes:
-      about: what it is, one line.
-      make: of a `Setting`, engines; a request goes to the one with least to prefill.
-
-    Examples:
-      >>> from longctx.simulation.baselines import BASELINES, Baseline
-      >>> isinstance(BASELINES["sarathi-512"], Baseline), BASELINES["sarathi-512"].about
-      (True, 'Sarathi-Serve: chunks of 512, first come first served, standard pipeline')
-    """
-
-    about: str
-    make: Callable[[Setting], list[Instance]]
-
-
-BASELINES = {
-    "medha": Baseline("Medha: relative slack, shared steps, adaptive chunks, SPP", _ours("ilrs")),
-    "medha-fcfs": Baseline("Medha with first come first served, and no shared steps (5.1)", _ours("fcfs")),
-    "edf": Baseline("Medha with earliest deadline first (5.4)", _ours("edf")),
-    "srpf": Baseline("Medha with shortest remaining prefill first", _ours("srpf")),
-    "lrs": Baseline("Medha with least remaining slack, relative to the deadline (5.4)", _ours("lrs_relative")),
-    "sarathi-512": Baseline("Sarathi-Serve: chunks of 512, first come first served, standard pipeline", _sarathi(512)),
-    "sarathi-2048": Baseline("Sarathi-Serve with chunks of 2,048", _sarathi(2048)),
-    "vllm": Baseline("whole prompts as soon as they come, a copy of the engine on every host", _vllm),
-    "striped": Baseline("striped attention: whole prompts over all hosts, keys go round in a ring", _striped),
+BASELINES: dict[str, Callable[[Setting], list[Instance]]] = {
+    "medha": _ours("ilrs"),  # relative slack, shared steps, adaptive chunks, SPP
+    "medha-fcfs": _ours("fcfs"),  # first come first served, and no shared steps (5.1)
+    "edf": _ours("edf"),  # earliest deadline first (5.4)
+    "srpf": _ours("srpf"),  # shortest remaining prefill first
+    "lrs": _ours("lrs_relative"),  # least remaining slack, relative to the deadline (5.4)
+    "sarathi-512": _sarathi(512),  # Sarathi-Serve: chunks of 512, first come first served, standard pipeline
+    "sarathi-2048": _sarathi(2048),
+    "vllm": _vllm,  # whole prompts as soon as they come, a copy of the engine on every host
+    "striped": _striped,  # striped attention: whole prompts over all hosts, keys go round in a ring
 }
-"""The systems by name, for `make_simulation`.
+"""The systems by name: what makes the engines of each, for `make_simulation`. A request goes to the one with least to
+prefill.
 
 Source:
   Medha, 5.1 to 5.4.
 
 Examples:
   >>> from longctx.simulation.baselines import BASELINES
-  >>> for name in ("medha", "vllm"):
-  ...     print(name + ":", BASELINES[name].about)
-  medha: Medha: relative slack, shared steps, adaptive chunks, SPP
-  vllm: whole prompts as soon as they come, a copy of the engine on every host
+  >>> [name for name in BASELINES if name.startswith("medha")]
+  ['medha', 'medha-fcfs']
 """
 
 
@@ -211,4 +193,4 @@ def make_simulation(
         raise ValueError(f"devices must be at most {HOST} or a multiple of it, got {devices}")
     if plan is not None and plan.num_devices != devices:
         raise ValueError(f"plan must be of {devices} devices, it is of {plan.num_devices}")
-    return Simulation(BASELINES[name].make(Setting(model, topology, devices, plan, overrides)))
+    return Simulation(BASELINES[name](Setting(model, topology, devices, plan, overrides)))

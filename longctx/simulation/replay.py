@@ -10,7 +10,8 @@ from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.simulation.record import Record, Served
-from longctx.simulation.workloads import WorkloadRequest, check_arrivals
+from longctx.simulation.workloads import WorkloadRequest
+from longctx.simulation.workloads.request import check_arrivals
 
 if TYPE_CHECKING:
     from longctx.serving.engine.engine import Engine

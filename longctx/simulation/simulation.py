@@ -12,7 +12,8 @@ from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.record import Record
 from longctx.simulation.run import Progress, Route, RoutedRun, Run, Server
-from longctx.simulation.workloads import WorkloadRequest, check_arrivals
+from longctx.simulation.workloads import WorkloadRequest
+from longctx.simulation.workloads.request import check_arrivals
 
 
 def least_prefill_seconds(request: WorkloadRequest, instances: List[Server], now: float) -> Server:

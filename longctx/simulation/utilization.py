@@ -5,7 +5,6 @@ Source: Mnemosyne, section 3 (equations 1 to 4) and figures 20 to 22; context pa
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes, kv_row_bytes, weight_bytes
@@ -14,28 +13,6 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import layer_weights
 from longctx.serving.predictor.work import Work
 from longctx.simulation.record import Totals
-
-
-def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
-    """Sum up batches.
-
-    Args:
-      batches: the work of all context ranks together, and seconds, of each.
-
-    Returns:
-      Their `Totals`.
-
-    Examples:
-      >>> from longctx.serving.predictor import Work
-      >>> from longctx.simulation.utilization import totals_of
-      >>> totals = totals_of([(Work.of([(0, 512, True)]), 0.02), (Work.of([(512, 1, True)]), 0.01)])
-      >>> totals.rows, totals.pairs, totals.busy
-      (513, 131841, 0.03)
-    """
-    totals = Totals()
-    for work, seconds in batches:
-        totals.add(work, seconds, seconds)
-    return totals
 
 
 def _products(model: LlamaConfig, work: Totals | Work, causal: bool) -> tuple[float, float]:
@@ -97,7 +74,7 @@ def model_bytes(
 
 
 def mfu(
-    model: LlamaConfig, work: Totals, device: Device, devices: int, seconds: float | None = None, causal: bool = True
+    model: LlamaConfig, work: Totals | Work, device: Device, devices: int, seconds: float, causal: bool = True
 ) -> float:
     """Compute the share of the data sheet's FLOP/s that a model's products make up, at most 1.
 
@@ -106,7 +83,7 @@ def mfu(
       work: of all instances' devices.
       device: of the data sheet; quantised products count by its FLOP/s in 8 bits.
       devices: how many.
-      seconds: in which the devices could have computed; None: while they were busy.
+      seconds: in which the devices could have computed, such as those while they were busy.
       causal: see `model_flops`. Not causal it can be above 1, as half of the pairs are not computed.
 
     Returns:
@@ -120,25 +97,25 @@ def mfu(
 
     Examples:
       >>> from longctx.parallel import Topology
-      >>> from longctx.simulation import Totals
+      >>> from longctx.serving.predictor import Work
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.utilization import mfu
-      >>> prompt = Totals(steps=1, rows=1000, samples=1, pairs=500_500, keys=1000, busy=0.05)
-      >>> round(mfu(MODELS["llama-3-8b"], prompt, Topology.preset("h100-nvlink").device, devices=1), 2)
+      >>> prompt = Work.of([(0, 1000, True)])
+      >>> round(mfu(MODELS["llama-3-8b"], prompt, Topology.preset("h100-nvlink").device, devices=1, seconds=0.05), 2)
       0.29
     """
     full, quantized = _products(model, work, causal)
     peak = device.flops["bfloat16"]
     ideal = full / peak + quantized / device.flops.get("float8", peak)
-    return ideal / gpu_seconds(work.busy if seconds is None else seconds, devices)
+    return ideal / gpu_seconds(seconds, devices)
 
 
 def mbu(
     model: LlamaConfig,
-    work: Totals,
+    work: Totals | Work,
     device: Device,
-    plan: ParallelPlan | None = None,
-    seconds: float | None = None,
+    plan: ParallelPlan,
+    seconds: float,
     kv_dtype: str | None = None,
 ) -> float:
     """Compute the share of the data sheet's memory bandwidth that reading weights, keys and values makes up.
@@ -147,8 +124,8 @@ def mbu(
       model: its sizes.
       work: of all instances' devices.
       device: of the data sheet.
-      plan: of parallelism; None: one device.
-      seconds: in which the devices could have read; None: while they were busy.
+      plan: of parallelism.
+      seconds: in which the devices could have read, such as those while they were busy.
       kv_dtype: of the cache, as of `EngineConfig`.
 
     Returns:
@@ -162,16 +139,16 @@ def mbu(
 
     Examples:
       >>> from longctx.parallel import Topology
-      >>> from longctx.simulation import Totals
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.serving.predictor import Work
       >>> from longctx.simulation.models import MODELS
       >>> from longctx.simulation.utilization import mbu
-      >>> decode = Totals(steps=1, rows=1, samples=1, pairs=1000, keys=1000, busy=0.01)
-      >>> round(mbu(MODELS["llama-3-8b"], decode, Topology.preset("h100-nvlink").device), 2)
+      >>> device, decode = Topology.preset("h100-nvlink").device, Work.of([(999, 1, True)])
+      >>> round(mbu(MODELS["llama-3-8b"], decode, device, ParallelPlan(), seconds=0.01), 2)
       0.45
     """
-    plan = plan or ParallelPlan()
-    busy = gpu_seconds(work.busy if seconds is None else seconds, plan.num_devices)
-    return model_bytes(model, work, plan, kv_dtype=kv_dtype) / device.memory_bandwidth / busy
+    whole = gpu_seconds(seconds, plan.num_devices)
+    return model_bytes(model, work, plan, kv_dtype=kv_dtype) / device.memory_bandwidth / whole
 
 
 def gpu_seconds(seconds: float, devices: int) -> float:

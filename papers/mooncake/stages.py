@@ -10,7 +10,7 @@ import numpy as np
 
 from longctx.models import cache_bytes
 from longctx.serving.predictor import Work
-from longctx.simulation.utilization import mbu, mfu, model_flops, totals_of
+from longctx.simulation.utilization import mbu, mfu, model_flops
 from longctx.simulation.workloads import WorkloadRequest, read_workload
 from papers.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from papers.mooncake.cluster import CHUNK, MODEL, PLAN, TENSOR, TOPOLOGY, host_bandwidth, predict
@@ -79,8 +79,8 @@ def figure_2(inputs: Inputs) -> Figure:
 
 def _shares(batch: int, seconds: float) -> tuple[float, float]:
     """Shares of the data sheet's memory bandwidth and FLOP/s that a step of decodes reaches."""
-    totals = totals_of([(Work(batch, batch, batch * CONTEXT), seconds)])
-    return mbu(MODEL, totals, TOPOLOGY.device, PLAN), mfu(MODEL, totals, TOPOLOGY.device, TENSOR)
+    work, device = Work(batch, batch, batch * CONTEXT), TOPOLOGY.device
+    return mbu(MODEL, work, device, PLAN, seconds), mfu(MODEL, work, device, TENSOR, seconds)
 
 
 def prefill_ends(tokens: int, cached: int = 0) -> np.ndarray:

@@ -9,7 +9,6 @@ from cluster.fake_engine import LAYOUT, FakeEngine, Taker, make_keys, wait_until
 from cluster.ways import OPTIONS
 
 from longctx.cluster.peers import Peers, check_peers, parse_peer
-from longctx.cluster.transfer.lease import make_lease_id
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
@@ -66,7 +65,7 @@ def test_who_is_admitted() -> None:
 
 
 def fetch(receiver: PageReceiver, address: str) -> Taker:
-    return Taker(receiver.source(address, make_lease_id()), make_keys(3), LAYOUT)
+    return Taker(receiver.source(address, "0" * 32), make_keys(3), LAYOUT)
 
 
 def still_receives(receiver: PageReceiver, options: TransferOptions = OPTIONS) -> None:
@@ -96,7 +95,7 @@ def test_there_are_few_connections_whatever_addresses_are_named(monkeypatch: pyt
     monkeypatch.setattr(Network, "drop", uncount)
     with PageReceiver(LAYOUT, options=FEW) as receiver:
         for port in range(1, 30):
-            receiver.source(f"127.0.0.1:{port}", make_lease_id()).release()
+            receiver.source(f"127.0.0.1:{port}", "0" * 32).release()
         assert connected == 0
         takers = [fetch(receiver, f"127.0.0.1:{port}") for port in range(1, 8)]
         wait_until(lambda: connected == FEW.max_peers)

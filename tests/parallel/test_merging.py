@@ -170,27 +170,3 @@ def test_gradients_without_type_checks(compute) -> None:  # type: ignore[no-unty
 
     for a, b in zip(gradients(False), gradients(True), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_ring_over_one_batch_with_positions_for_all_and_segments_for_each() -> None:
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
-    positions, segments = jnp.arange(24), jnp.array([[0] * 10 + [1] * 14, [0] * 24])
-    P_row = P(None, "context")
-    mapped = jax.shard_map(
-        lambda q, k, v, p, s: ring_pass_kv(q, k, v, p, p, s, s)[0],
-        mesh=make_mesh(context=3),
-        in_specs=(P_row, P_row, P_row, P("context"), P_row),
-        out_specs=P_row,
-    )
-    want = attention(
-        q,
-        k,
-        v,
-        q_positions=positions,
-        kv_positions=positions,
-        q_segment_ids=segments,
-        kv_segment_ids=segments,
-        implementation="reference",
-    )[0]
-    np.testing.assert_allclose(jax.jit(mapped)(q, k, v, positions, segments), want, rtol=0, atol=1e-5)

@@ -37,7 +37,7 @@ def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
         ((Q, K, K, TOKENS), {}, ValueError, "kv_positions must be given when causal"),
         ((Q, K, K, TOKENS, jnp.arange(6)), {}, ValueError, r"kv_positions must have the shape \(4,\)"),
         ((Q, K, K[:6], TOKENS, TOKENS), {}, ValueError, "k and v must have one shape"),
-        ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None, one of"),
         ((Q, K, K, TOKENS, TOKENS), {"scale": float("nan")}, ValueError, "scale must be a finite number"),
         ((Q, K, K, TOKENS, TOKENS), {"out_dtype": jnp.int8}, TypeError, "out_dtype must be a floating-point type"),
         ((Q, K, K, TOKENS, TOKENS, TOKENS), {}, ValueError, "must be given both or neither"),

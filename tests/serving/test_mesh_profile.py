@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.predictor import Program, RuntimePredictor, Work
+from longctx.serving.predictor import RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
-from longctx.serving.predictor.measured import KINDS, kind_of
+from longctx.serving.predictor.measured import KINDS, Program, kind_of
 from longctx.serving.profiler import (
     BatchShape,
     fits,

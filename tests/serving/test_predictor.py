@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from longctx.models import LlamaConfig
 from longctx.parallel.device_tables import Device, Link
 from longctx.parallel.topology import Topology
-from longctx.serving.predictor import Corrected, CurvePredictor, RuntimePredictor, Work
+from longctx.serving.predictor import CurvePredictor, RuntimePredictor, Work
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
 from longctx.serving.predictor.roofline import roofline

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams, StepMetrics
 from longctx.serving.executor.interface import Results
-from longctx.serving.predictor import Corrected, CurvePredictor, Work
+from longctx.serving.predictor import CurvePredictor, Work
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.profiler import BatchShape, measure
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import Record, VirtualExecutor

@@ -101,8 +101,8 @@ def test_no_device_computes_or_reads_more_than_it_can(plan: ParallelPlan) -> Non
     assert 0 < totals.busy <= record.seconds
     assert totals.stage_seconds <= plan.stage * totals.busy * (1 + 1e-9)
     devices = plan.num_devices
-    assert 0 < mfu(MODEL, totals, TOPOLOGY.device, devices) < 1
-    assert 0 < mbu(MODEL, totals, TOPOLOGY.device, plan) < 1
+    assert 0 < mfu(MODEL, totals, TOPOLOGY.device, devices, totals.busy) < 1
+    assert 0 < mbu(MODEL, totals, TOPOLOGY.device, plan, totals.busy) < 1
 
 
 @pytest.mark.parametrize("seed", range(2))

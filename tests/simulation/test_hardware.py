@@ -12,7 +12,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.simulation.hardware import all_reduce_over_hosts, predictor
 from longctx.simulation.models import MODELS
-from longctx.simulation.utilization import mbu, mfu, totals_of
+from longctx.simulation.utilization import mbu, mfu
 
 LLAMA = MODELS["llama-3-8b"]
 
@@ -48,10 +48,10 @@ def test_utilisation_is_never_above_one(name: str) -> None:
                 Work.of([(10**6, 2048, False)]),
                 Work.of([(10**6, 8, False)]),
             ):
-                totals = totals_of([(work, plan.stage * found.seconds(work))])
+                seconds = plan.stage * found.seconds(work)
                 config, device = MODELS[model], topology.device
-                assert 0 < mfu(config, totals, device, plan.num_devices) <= 1
-                assert 0 < mbu(config, totals, device, plan) <= 1
+                assert 0 < mfu(config, work, device, plan.num_devices, seconds) <= 1
+                assert 0 < mbu(config, work, device, plan, seconds) <= 1
 
 
 def test_an_all_reduce_over_hosts_takes_longer_the_more_there_are() -> None:

@@ -12,7 +12,6 @@ from longctx.simulation.workloads import (
     Quantiles,
     WorkloadRequest,
     arrive_at_rate,
-    check_arrivals,
     closed_loop,
     jitter_arrivals,
     keep_requests,
@@ -20,6 +19,7 @@ from longctx.simulation.workloads import (
     make_mix,
     scale_lengths,
 )
+from longctx.simulation.workloads.request import check_arrivals
 
 
 def short(count: int) -> list[WorkloadRequest]:

@@ -20,7 +20,6 @@ from longctx.simulation.utilization import (
     mfu,
     model_bytes,
     model_flops,
-    totals_of,
 )
 
 SMALL = LlamaConfig(100, 32, 96, 3, 4, 2, 8)
@@ -46,8 +45,10 @@ def flops_by_token(model: LlamaConfig) -> int:
 @pytest.mark.parametrize("model", [SMALL, FP8])
 def test_flops_equal_a_count_token_by_token(model: LlamaConfig) -> None:
     work = Work.of(CHUNKS)
-    assert model_flops(model, work) == model_flops(model, totals_of([(work, 1.0)])) == flops_by_token(model)
-    apart = totals_of((Work.of([chunk]), 2.0) for chunk in CHUNKS)
+    apart = Totals()
+    for chunk in CHUNKS:
+        apart.add(Work.of([chunk]), 2.0, 2.0)
+    assert model_flops(model, work) == flops_by_token(model)
     assert model_flops(model, apart) == flops_by_token(model)
     assert (apart.steps, apart.busy, apart.rows) == (3, 6.0, 12)
 
@@ -88,17 +89,16 @@ def test_utilisation_of_ideal_devices_is_one() -> None:
     device = DEVICES["H100"]
     for model in (MODELS["llama-3-8b"], MODELS["llama-3-405b-fp8"]):
         work = Work.of([(1000, 2048, True)])
-        totals = totals_of([(work, 1.0)])
         quantized = sum(len(names) for names in model.quantization.layers) if model.quantization else 0
         in_fp8 = 2 * work.rows * quantized * model.hidden_size * model.intermediate_size
-        totals.busy = ((model_flops(model, work) - in_fp8) / 989e12 + in_fp8 / 1979e12) / 16
-        assert mfu(model, totals, device, 16) == pytest.approx(1)
-        assert mfu(model, totals, device, 16, seconds=4 * totals.busy) == pytest.approx(0.25)
-        totals.busy = model_bytes(model, work) / 3.35e12 / 8
-        assert mbu(model, totals, device, ParallelPlan(tensor=8)) == pytest.approx(1)
+        busy = ((model_flops(model, work) - in_fp8) / 989e12 + in_fp8 / 1979e12) / 16
+        assert mfu(model, work, device, 16, busy) == pytest.approx(1)
+        assert mfu(model, work, device, 16, 4 * busy) == pytest.approx(0.25)
+        busy = model_bytes(model, work) / 3.35e12 / 8
+        assert mbu(model, work, device, ParallelPlan(tensor=8), busy) == pytest.approx(1)
     assert gpu_seconds(3.0, 8) == 24
     with pytest.raises(ValueError, match="seconds must be positive and finite, got 0"):
-        mfu(SMALL, Totals(), device, 1)
+        mfu(SMALL, Totals(), device, 1, 0)
     with pytest.raises(ValueError, match="devices must be at least 1, got 0"):
         gpu_seconds(1.0, 0)
 

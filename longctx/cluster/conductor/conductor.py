@@ -90,30 +90,18 @@ class Conductor:
         check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
-    def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; its open requests go on.
+    def drain(self, name: str, now: float, is_draining: bool = True) -> None:
+        """Assign nothing more to an instance, or (False) something again; its open requests go on.
 
         Args:
           name: of the instance.
           now: seconds of the driver's clock.
+          is_draining: from now on.
 
         Raises:
           ValueError: there is none of this name.
         """
-        self._instance(name).is_draining = True
-        self.state.sort()
-
-    def restore(self, name: str, now: float) -> None:
-        """Assign requests to an instance again that was drained.
-
-        Args:
-          name: of the instance.
-          now: seconds of the driver's clock.
-
-        Raises:
-          ValueError: there is none of this name.
-        """
-        self._instance(name).is_draining = False
+        self._instance(name).is_draining = is_draining
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
@@ -362,7 +350,7 @@ class Conductor:
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
-        held = {name: match.blocks for name, match in self.index.match(keys).items()}
+        held = self.index.match(keys)
         matches = dict(held)
         for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):

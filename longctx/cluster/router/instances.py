@@ -175,7 +175,7 @@ class Instances:
         """Undo `drain`, and end an exclusion."""
         instance.is_held, instance.retry_at = False, 0.0
         if instance.state == "draining":
-            self._conductor.restore(instance.name, time.monotonic())
+            self._conductor.drain(instance.name, time.monotonic(), False)
             instance.state, instance.reason = "open", ""
 
     def set_role(self, instance: Instance, role: Role) -> None:

@@ -124,11 +124,11 @@ class Engine:
     ) -> None:
         self.process_group, self.takes_handoffs = process_group or ProcessGroup.alone(), recorder is None
         self._lockstep = Lockstep(self.process_group)
-        setup = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
+        setup = resolve(model, params, config, mesh, plan, tokenizer, predictor, self.process_group, topology)
         self.page_identity = setup.identify_pages(params)
         store = store or setup.open_store(self.page_identity)
         if executor is None:
-            executor, setup = setup.make_executor(params, store, process_group)
+            executor, setup = setup.make_executor(params, store, self.process_group)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
         self.config, self.plan, self.mesh = setup.config, setup.plan, setup.mesh
@@ -146,12 +146,10 @@ class Engine:
         self._is_idle = False  # whether the last step had nothing to begin
         self._events: deque[Event] = deque()  # that `step` returns
         self._lock = StepLock(self._settle, self._fail)
-        look_up = lambda sequences: self.pages.look_up(sequences)  # noqa: E731
+        now = lambda: self.now()  # noqa: E731
+        self.pages = PageTransfers(self.core, executor, store, self._note, self._lock.update, now, self._lockstep)
         self.requests = ActiveRequests(
-            self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
-        )
-        self.pages: PageTransfers = PageTransfers(
-            self.core, executor, store, self._note, self._lock.update, lambda: self.now(), self._lockstep
+            self.core, self.input_processor, self._sequence_maker, executor, self.pages.look_up, self._note, now
         )
 
     def generate(

@@ -4,9 +4,8 @@ This package exports what deciding needs, in plain Python. `fit`, `roofline` and
 measurements, from data sheets and from profiles on disk.
 """
 
-from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.measured import Program, RuntimePredictor
+from longctx.serving.predictor.measured import RuntimePredictor
 from longctx.serving.predictor.runtime import CurvePredictor, Predictor, readable_tokens
 from longctx.serving.predictor.work import Work
 
-__all__ = ["Corrected", "CurvePredictor", "Predictor", "Program", "RuntimePredictor", "Work", "readable_tokens"]
+__all__ = ["CurvePredictor", "Predictor", "RuntimePredictor", "Work", "readable_tokens"]

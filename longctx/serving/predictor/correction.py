@@ -20,24 +20,6 @@ class Corrected:
     the eighth of them, of the last batches of both kinds, and before the eighth of those it is 1. The median ignores
     outliers, such as a compilation or a busy machine, and the weights favour long steps, whose predictions matter most.
     The same observations in the same order give the same predictions.
-
-    Args:
-      predictor: what is corrected.
-
-    Attributes:
-      decode_factor, prompt_factor: of both kinds.
-
-    Examples:
-      >>> from longctx.models import LlamaConfig
-      >>> from longctx.serving.predictor import Corrected, Work
-      >>> from longctx.simulation.hardware import predictor
-      >>> corrected = Corrected(predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink"))
-      >>> decode = Work.of([(10_000, 1, True)])
-      >>> before = corrected.seconds(decode)
-      >>> for _ in range(16):
-      ...     corrected.observe(decode, 2 * before)  # the devices are half as fast
-      >>> round(corrected.seconds(decode) / before, 3)
-      2.0
     """
 
     def __init__(self, predictor: Predictor) -> None:

@@ -44,13 +44,6 @@ class Program:
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
-
-    Examples:
-      >>> from longctx.serving.predictor import Program, Work
-      >>> none = (0.0, 0.0)
-      >>> local = Program("local", (none, none, (0.01, 0.02)), tiles=(1, 128), per_key=(1e-8, 4e-7), per_sample=1e-5)
-      >>> round(local.seconds(Work.of([(0, 256, True)]), buckets=(8, 512)), 7)  # tiles with 128 and with 256 keys
-      0.0201636
     """
 
     kind: str

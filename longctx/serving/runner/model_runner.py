@@ -161,7 +161,7 @@ class ModelRunner:
         state = self.abstract_state(shape.num_pages)
         arguments = (self.model, self.mesh, self.params, state, *inputs, shape, self._sections)
         if self.run_step is layered_step:
-            programs = [*compile_layered_step(*arguments, compiled)]
+            programs = [*compile_layered_step(*arguments, compiled=compiled)]
         else:
             programs = [self.run_step.lower(*arguments).compile()]
             compiled()

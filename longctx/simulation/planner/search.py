@@ -11,6 +11,7 @@ from longctx.parallel.device_tables import Link
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.slo import Slo
 from longctx.simulation import utilization
 from longctx.simulation.deployment import Deployment
@@ -359,6 +360,5 @@ def _missed(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
 
 def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
     """Compute the MFU of a prompt, causal pairs counted once."""
-    totals = utilization.Totals(rows=tokens, samples=1, pairs=tokens * (tokens + 1) // 2)
-    devices = deployment.plan.num_devices
-    return utilization.mfu(deployment.model, totals, deployment.topology.device, devices, seconds)
+    work, devices = Work.of([(0, tokens, True)]), deployment.plan.num_devices
+    return utilization.mfu(deployment.model, work, deployment.topology.device, devices, seconds)

@@ -11,6 +11,5 @@ from .mixes import make_mix as make_mix
 from .readers import read_workload as read_workload
 from .request import TRACE_BLOCK as TRACE_BLOCK
 from .request import WorkloadRequest as WorkloadRequest
-from .request import check_arrivals as check_arrivals
 from .request import keep_requests as keep_requests
 from .request import scale_lengths as scale_lengths

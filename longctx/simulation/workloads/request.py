@@ -116,21 +116,7 @@ class WorkloadRequest:
 
 
 def check_arrivals(requests: List[WorkloadRequest]) -> None:
-    """Check the order of requests, as simulations and replays need it.
-
-    Args:
-      requests: to check.
-
-    Raises:
-      ValueError: they are not in order of arrival, or follow others that don't stand before them.
-
-    Examples:
-      >>> from longctx.simulation.workloads import WorkloadRequest, check_arrivals
-      >>> check_arrivals([WorkloadRequest(2.0, 100, 10), WorkloadRequest(1.0, 100, 10)])
-      Traceback (most recent call last):
-          ...
-      ValueError: requests[1] must arrive at 2.0 or later, got 1.0
-    """
+    """ValueError if requests are not in order of arrival, or follow others that don't stand before them."""
     before, numbers = 0.0, set[int]()
     follows = any(request.after is not None for request in requests)
     for order, request in enumerate(requests):

@@ -13,7 +13,8 @@ from longctx.cluster.conductor.state import PendingBlocks
 from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor import Corrected, RuntimePredictor, Work
+from longctx.serving.predictor import RuntimePredictor, Work
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import roofline
 
 LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
