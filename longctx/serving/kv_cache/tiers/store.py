@@ -86,7 +86,7 @@ class TieredStore:
         ):
             if is_there:
                 self._writers.append(Writer(self._lock, self._host, counters, most, name, write))
-        self._queues = [self._store_queue, *self._writers]
+        self._queues: list[StoreQueue | Writer] = [self._store_queue, *self._writers]
 
     # What is there
 
