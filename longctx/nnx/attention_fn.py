@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from longctx.annotations import Real
 from longctx.kernels.attention.operands import Implementation, check_types
-from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.context_parallel import Method, context_parallel_attention
+from longctx.parallel.layout import Layout
 
 _PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest", *lax.Precision)
 
@@ -31,8 +32,8 @@ class MaskTokens(NamedTuple):
 def attention_fn(
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    method: str = "auto",
-    layout: str = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,

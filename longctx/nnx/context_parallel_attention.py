@@ -20,7 +20,8 @@ from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
-from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.context_parallel import Method, context_parallel_attention
+from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import (
     MeshAxes,
     check_axes,
@@ -106,8 +107,8 @@ class ContextParallelAttention(nnx.Module):
         causal: bool = True,
         norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
-        method: str = "auto",
-        layout: str = "zigzag",
+        method: Method = "auto",
+        layout: Layout = "zigzag",
         axis_name: str = "context",
         head_axis: str | None = None,
         batch_axis: str | None = None,

@@ -22,7 +22,8 @@ from longctx.models.params import Params, abstract_params
 from longctx.models.validation import MAX_INT32, check_bool, check_integer
 from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
-from longctx.parallel.layout import check_layout
+from longctx.parallel.context_parallel import Method
+from longctx.parallel.layout import Layout, check_layout
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, mesh_with_devices, place
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "ulysses")
@@ -137,8 +138,8 @@ def to_nnx(
     params: Params,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    layout: str = "zigzag",
-    method: str = "pass_kv",
+    layout: Layout = "zigzag",
+    method: Method = "pass_kv",
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,

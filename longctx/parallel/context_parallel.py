@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
 from longctx.parallel.exchange import AttentionSpec, check_bias_function
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.layout import check_layout, layout_hops
+from longctx.parallel.layout import Layout, check_layout, layout_hops
 from longctx.parallel.mesh_axes import MeshAxes, batch_axis_of, check_axes, check_mesh, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
@@ -43,6 +43,7 @@ from longctx.parallel.ulysses import ulysses_attention
 
 _log = logging.getLogger("longctx.parallel")
 
+Method = Literal["auto", "pass_kv", "pass_q", "all_gather", "kvp", "ulysses"]
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
     "pass_q": ring_pass_q,
@@ -58,8 +59,8 @@ def context_parallel_attention(
     v: Float[ArrayLike, "*B S K Hv"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    method: str = "auto",
-    layout: str = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -164,7 +165,7 @@ def context_parallel_attention(
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
         choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware, with_ulysses=True)
         _log.info("%s", choice)
-        method = choice.method
+        method = choice.method  # type: ignore[assignment]
     if method == "ulysses":
         layout = "contiguous"
     spec = AttentionSpec(
@@ -200,8 +201,8 @@ class _StaticArguments(NamedTuple):
     """The static arguments of one call."""
 
     mesh: Mesh | AbstractMesh
-    method: str
-    layout: str
+    method: Method
+    layout: Layout
     axes: MeshAxes
     spec: AttentionSpec
     hops: tuple[int, ...] | None
@@ -226,7 +227,8 @@ def _sharded_attention(
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP needs its queries on all ranks.
-    q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
+    q_axis = None if static.method == "kvp" else axis_name
+    q_layout: Layout = "contiguous" if q_axis is None else static.layout
 
     def pad_q(x: Array, value: int = 0) -> Array:
         return x if q_axis is None else pad_sequence(x, num_ranks, q_layout, value)

@@ -190,22 +190,6 @@ def test_rows_that_are_one_array_are_padded_apart() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.slow
-@given(
-    length=st.sampled_from([1, 7, 16]),
-    ranks=st.sampled_from([2, 5]),
-    layout=st.sampled_from(["contiguous", "zigzag", "striped"]),
-    seed=st.integers(0, 100),
-)
-def test_any_segments_in_any_layout(length: int, ranks: int, layout: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, 61, (1, length))
-    segments = np.cumsum(rng.random((1, length)) < 0.3, 1) * (rng.random((1, length)) < 0.9) - 1
-    want = MODEL(params(), tokens, segment_ids=segments)
-    got = to_nnx(MODEL, params(), make_mesh(context=ranks), layout=layout)(tokens, segment_ids=segments)
-    np.testing.assert_allclose(np.asarray(got)[segments >= 0], np.asarray(want)[segments >= 0], atol=1e-4)
-
-
 def test_wrong_arguments_are_refused_by_name() -> None:
     for options, message in (
         ({"method": "kvp"}, "method must be one of pass_kv, pass_q, all_gather"),

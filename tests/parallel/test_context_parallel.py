@@ -284,3 +284,18 @@ def test_make_mesh_takes_the_first_devices_and_rejects_too_many() -> None:
         make_mesh(context=3, tensor=3)
     with pytest.raises(ValueError, match="tensor must be a positive integer, got 0"):
         make_mesh(tensor=0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_with_data_and_names_of_ones_own(kind: AxisType) -> None:
+    mesh = make_mesh(context=2, tensor=2, data=2, names={"context": "sp", "tensor": "tp"}, axis_type=kind)
+    assert mesh.shape == {"data": 2, "stage": 1, "sp": 2, "tp": 2}
+    assert mesh.devices.ravel().tolist() == jax.devices()[:8]
+    with jax.set_mesh(mesh):
+        q, k = (jax.device_put(np.asarray(x[None].repeat(2, 0)), P("data")) for x in (Q, K))
+        out = context_parallel_attention(q, k, k, method="pass_kv", axis_name="sp", head_axis="tp", batch_axis="data")
+    dense = attention(Q, K, K)[0]
+    np.testing.assert_allclose(np.asarray(out), np.asarray(dense)[None].repeat(2, 0), atol=1e-5)
+    for names in ({"ring": "sp"}, {"context": "tensor"}):
+        with pytest.raises(ValueError, match="names must give different names to some of the axes data, stage"):
+            make_mesh(data=2, names=names)
