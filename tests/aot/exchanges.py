@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from longctx import xla_flags
 from longctx.gpu_flags import OVERLAPS
 from longctx.kernels import attention, merge_state
-from longctx.parallel import all_gather_kv, kvp_attention, ring_pass_kv, ring_pass_q
+from longctx.parallel import all_gather_kv, kvp_attention, ring_pass_kv, ring_pass_q, ulysses_attention
 from longctx.parallel.ring import ring_shift
 
 # Of one rank. Keys of 32 MiB and values of 32 MiB: beyond what XLA joins into one permute.
@@ -187,3 +187,13 @@ def test_all_gather_is_one_message_of_keys_and_values() -> None:
     found = collectives(program(all_gather_kv, 3).as_text(), 3)
     assert {x.opcode for x in found} == {"all-gather"}
     assert [x.sent for x in found if x.sent >= KV_BYTES] == [2 * KV_BYTES]
+
+
+@pytest.mark.slow
+def test_ulysses_exchanges_heads_in_one_message_and_returns_results() -> None:
+    """The kernel for Hopper computes in between."""
+    ranks, text = 4, program(ulysses_attention, 4).as_text()
+    of_q = T * HEADS * SIZE * 2
+    sent = sorted(x.sent for x in collectives(text, ranks) if x.opcode == "all-to-all")
+    assert sent == [(ranks - 1) / ranks * size for size in (T * HEADS * 4, of_q, of_q + KV_BYTES)]
+    assert "mosaic_gpu_v2" in text

@@ -265,7 +265,7 @@ Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
             "kv_segment_ids must be given both or neither",
         ),
         ({"k": jnp.ones((6, 3, 8)), "v": jnp.ones((6, 3, 8))}, ValueError, "multiple of k's heads"),
-        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None, one of"),
         ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
     ],
 )
