@@ -49,7 +49,7 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: there is room for `blocks` more; with 0 a sign of life."""
+    """Receiver: there is room for `blocks` more."""
 
     blocks: Number
 

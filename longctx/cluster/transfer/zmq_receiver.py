@@ -342,7 +342,6 @@ class _Fetch(SocketThread):
         silence = now - min((stream.heard for stream in self._streams), default=now)
         if now > self._deadline or silence > self._receiver.options.silence_timeout:
             self._end("late")
-        self._grant(0)
 
     def _receive(self) -> None:
         for stream in self._streams:
@@ -360,12 +359,12 @@ class _Fetch(SocketThread):
         _LOG.warning("longctx: a transfer from %s broke off: %s", stream.address, messages.shorten(str(error)))
         self._end(error.outcome)
 
-    def _grant(self, least: int = 1) -> None:
-        """Grant free blocks to streams; with `least` 0 also none, as a sign of life."""
+    def _grant(self) -> None:
+        """Grant free blocks to streams."""
         for stream in self._streams if not self._is_closing else ():
             wanted = self._receiver.options.window_blocks - stream.granted - stream.held
             blocks = self._receiver.take_blocks(max(0, wanted), stream.granted == stream.held == 0)
-            if blocks >= least:
+            if blocks:
                 stream.granted += blocks
                 stream.send(messages.Grant(blocks))
 

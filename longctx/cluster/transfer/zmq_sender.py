@@ -144,14 +144,8 @@ class PageSender(SocketThread):
         self._network.close()
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        for peer, stream in list(self._streams.items()):
-            if stream.closed():
-                continue  # by what was sent to its peer just now
-            if now - stream.heard > self.options.silence_timeout:
-                self._close(peer, "late")
-            else:
-                self._send(peer, messages.Alive())
+        for peer in list(self._streams):
+            self._send(peer, messages.Alive())  # ends the transfer if heartbeats have found the connection dead
         self._rejected.update()
         self.stats.strangers = self._rejected.count
 
@@ -176,7 +170,6 @@ class PageSender(SocketThread):
         elif isinstance(message, messages.Release):
             self._exporter.release(message.lease)
         elif (stream := self._streams.get(peer)) is not None:
-            stream.heard = time.monotonic()
             try:
                 if isinstance(message, messages.Grant):
                     stream.grant(message.blocks)
@@ -290,7 +283,6 @@ class _SendStream:
         queue: Callable[[np.ndarray, Callable[[], bool]], np.ndarray | None],
         staging: MooncakeStaging | None,
     ) -> None:
-        self.heard = time.monotonic()
         self._post, self._stats, self._queue, self._staging = post, stats, queue, staging
         self._changed = threading.Condition()  # guards what follows
         self._credit, self._is_closed = 0, False
