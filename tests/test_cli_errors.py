@@ -21,8 +21,8 @@ JOIN = "--join h:1 --role both --kv-secret-file {secret}"
 # each check of a command has a row; ranges are those of dataclasses, which tests/test_cli_arguments.py has.
 WRONG: dict[str, list[tuple[str | list[str], str]]] = {
     "bench --requests 1 --prompt-tokens 9 --output-tokens 2": [
-        ("--num-pages 999999999999", "memory are missing on the device: --num-pages must be at most"),
-        ("--max-running 99999999 --token-budget 99999999", "--token-budget or --max-running must be smaller"),
+        ("--num-pages 999999999999", "lower --num-pages or --page-size; about"),
+        ("--max-running 99999999 --token-budget 99999999", "lower --max-running or --token-budget"),
         ("--stage 0", "--stage must be an integer of at least 1, got 0"),
         ("--stage 5", "--stage must be at most the model's 4 layers, got 5"),
         ("--context 99", "--stage * --context * --tensor must be at most the number of devices, 8, got"),

@@ -22,11 +22,11 @@ from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
-from longctx.serving.engine.memory import default_pages, estimate, in_units
+from longctx.serving.engine.memory import default_pages, estimate
 from longctx.serving.executor.interface import Progress
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
-from longctx.serving.runner.device_memory import ADVICE
+from longctx.serving.runner.device_memory import ADVICE, in_units
 
 MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
 _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
@@ -84,8 +84,7 @@ def check_memory(
     use = estimate(model, config, mesh, dtype, num_pages, max_length)
     use.check(advice=advice)
     about = "" if config.num_pages or mesh.local_devices[0].platform == "cpu" else " by estimation"
-    parts = f"parameters {in_units(use.weights)}, pages {in_units(use.pages)}, steps {in_units(use.steps)}"
-    console.note(f"memory   {in_units(use.total)} of {in_units(use.device.limit)}{about}: {parts}")
+    console.note(f"memory   {in_units(use.total)} of {in_units(use.device.limit)}{about}: {use.summary}")
     return num_pages
 
 

@@ -19,9 +19,8 @@ _SAME_INTERRUPT = 0.5  # seconds; some programs send SIGINT twice for one Ctrl-C
 
 
 def report_error(message: str, status: int) -> int:
-    """Print an error, a line on standard error after its details, and return the exit status that goes with it."""
-    line, _, details = message.partition("\n")
-    print(*filter(None, (details, f"longctx: {line}")), sep="\n", file=sys.stderr)
+    """Print an error, a line on standard error, and return the exit status that goes with it."""
+    print(f"longctx: {message}", file=sys.stderr)
     return status
 
 

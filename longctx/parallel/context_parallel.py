@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +33,23 @@ from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
 from longctx.parallel.exchange import AttentionSpec, check_bias_function
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.layout import check_layout, layout_hops
+from longctx.parallel.layout import Layout, check_layout, layout_hops
 from longctx.parallel.mesh_axes import MeshAxes, batch_axis_of, check_axes, check_mesh, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 from longctx.parallel.topology import hardware_of, is_in_one_host
+from longctx.parallel.ulysses import ulysses_attention
 
 _log = logging.getLogger("longctx.parallel")
 
+Method = Literal["auto", "pass_kv", "pass_q", "all_gather", "kvp", "ulysses"]
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
     "pass_q": ring_pass_q,
     "all_gather": all_gather_kv,
     "kvp": kvp_attention,
+    "ulysses": ulysses_attention,
 }
 
 
@@ -56,8 +59,8 @@ def context_parallel_attention(
     v: Float[ArrayLike, "*B S K Hv"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    method: str = "auto",
-    layout: str = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -88,9 +91,10 @@ def context_parallel_attention(
       q: queries, the new tokens, floating point `[*B, T, N, H]`.
       k, v: keys and values, cached and new, `[*B, S, K, H]` and `[*B, S, K, Hv]`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
-        T new and S - T cached tokens.
-      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`; `"auto"` asks `choose_ring`, for the
+        `hardware`, with T new and S - T cached tokens.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`. (`"ulysses"` has equal work on all ranks in any of them, and
+        leaves tokens where they are.)
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `longctx.kernels.attention`.
       window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`; `bias` too,
         as a function alone, of the heads of all ranks. With a
@@ -159,9 +163,11 @@ def context_parallel_attention(
         # All times but latency grow with the batch.
         latency = hardware.latency * replicas / batch
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
-        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
+        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware, with_ulysses=True)
         _log.info("%s", choice)
-        method = choice.method
+        method = choice.method  # type: ignore[assignment]
+    if method == "ulysses":
+        layout = "contiguous"
     spec = AttentionSpec(
         axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap, bias
     )
@@ -195,8 +201,8 @@ class _StaticArguments(NamedTuple):
     """The static arguments of one call."""
 
     mesh: Mesh | AbstractMesh
-    method: str
-    layout: str
+    method: Method
+    layout: Layout
     axes: MeshAxes
     spec: AttentionSpec
     hops: tuple[int, ...] | None
@@ -221,7 +227,8 @@ def _sharded_attention(
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP needs its queries on all ranks.
-    q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
+    q_axis = None if static.method == "kvp" else axis_name
+    q_layout: Layout = "contiguous" if q_axis is None else static.layout
 
     def pad_q(x: Array, value: int = 0) -> Array:
         return x if q_axis is None else pad_sequence(x, num_ranks, q_layout, value)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def kvp_attention(
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
     group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
-    merge: str = "auto",
+    merge: Literal["auto", "gather", "all_to_all"] = "auto",
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,

@@ -177,8 +177,3 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except (OSError, ValueError):
         return ""
-
-
-def in_units(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

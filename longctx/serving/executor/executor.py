@@ -33,11 +33,7 @@ BLOCK = 1024  # entries that `set_entries` sends at a time
 
 
 class PageTables:
-    """Pages of each slot on each rank, and where the next ones are written.
-
-    Args:
-      num_pages: of each rank.
-    """
+    """Pages of each slot on each rank, and where the next ones are written."""
 
     def __init__(self, runner: ModelRunner, num_ranks: int, num_slots: int, num_pages: int) -> None:
         self._runner, self._num_pages = runner, num_pages
@@ -50,11 +46,7 @@ class PageTables:
             self._runner.clear_slot(slot)
 
     def write(self, tables: list[TableRun], room: int) -> list[list[TableEntry]]:
-        """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it.
-
-        Args:
-          room: entries of each rank that the step's shape has room for.
-        """
+        """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it."""
         entries: list[list[TableEntry]] = [[] for _ in self._held]
         for slot, first, pages in tables:
             runs: list[list[TableEntry]] = [[] for _ in entries]
@@ -223,13 +215,7 @@ class DeviceExecutor:
         store: PageKeeper | None = None,
         fit: PageFit | None = None,
     ) -> "DeviceExecutor":
-        """The executor of a mesh's devices.
-
-        Args:
-          num_pages: of each rank; None: as many as `fit` finds, which compiles the largest steps for it.
-          store: keeps pages beyond the devices.
-          fit: keeps account of the memory of accelerators.
-        """
+        """The executor of a mesh's devices, with as many pages of each rank as `fit` finds if `num_pages` is None."""
         head_dim, entries = model.config.head_dim, -(-max_length // config.page_size)
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         sizes = config.page_size, config.max_running, entries, config.step_rows(plan).largest

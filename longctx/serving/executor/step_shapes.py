@@ -34,11 +34,6 @@ def make_messages(num_pages: int, entries: int, page_bytes: float, most_bytes: f
 
     Each is sent up to 4 times, so that little of what is sent is padding, and the longest one any number of times: it
     has a limit in bytes, and sequences that are packed may have more pages than the longest.
-
-    Args:
-      num_pages: of each rank. entries: pages of the longest sequence.
-      page_bytes: of a page's keys and values in one layer of a device.
-      most_bytes: of a message.
     """
     most = max(1, min(num_pages, int(most_bytes / page_bytes)))
     lengths = [min(_LEAST_PAGES, most)]
@@ -58,14 +53,7 @@ MOST_BYTES = 1 << 30
 
 
 class StepShapes:
-    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take.
-
-    Args:
-      num_pages: of each rank.
-      entries: pages of the longest sequence.
-      element_bytes: of keys and values.
-      most_bytes: of a message of cached pages, and of all that a rank gathers at a time.
-    """
+    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take."""
 
     def __init__(
         self,

@@ -14,10 +14,10 @@ _RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays
 
 
 ADVICE = {
-    "pages": "num_pages must be at most {fit:,}",
-    "steps": "token_budget or max_running must be smaller",
-    "others": "other arrays must be deleted",
-    "weights": "plan must have a larger stage or tensor, or the parameters a smaller dtype",
+    "pages": "lower num_pages or page_size; about {fit:,} pages fit",
+    "steps": "lower max_running or token_budget",
+    "others": "delete other arrays",
+    "weights": "give plan a larger stage or tensor, or the parameters a smaller dtype",
 }
 """Advice by what takes as much as is missing of a `MemoryUse`; `{fit}`: pages that fit."""
 
@@ -116,6 +116,13 @@ class MemoryUse(NamedTuple):
         return self.weights + self.pages + self.steps + self.autotuning + self.transfers
 
     @property
+    def summary(self) -> str:
+        """What takes most, in a line."""
+        names = {"parameters": self.weights, "pages": self.pages, "steps": self.steps}
+        names |= {"other arrays": self.others} if self.others else {}
+        return ", ".join(f"{name} {in_units(count)}" for name, count in names.items())
+
+    @property
     def others(self) -> int:
         """Arrays that are not the engine's."""
         return max(0, self.device.used - self.weights)
@@ -160,9 +167,11 @@ class MemoryUse(NamedTuple):
         helpful = [text for name, text in advice.items() if getattr(self, name) >= missing] or [*advice.values()]
         helpful = [text.format(fit=self.num_fitting) for text in helpful]
         if self.device.limit < 0.85 * self.device.physical:
-            helpful.append(f"{MEMORY_VARIABLES[0]} must be larger, as JAX takes {memory_fraction():.0%} of the device")
-        gib = missing / 2**30
-        raise ValueError(f"{gib:,.2f} GiB of memory are missing on the device: {'; or '.join(helpful)}\n{self}")
+            helpful.append(f"raise {MEMORY_VARIABLES[0]}, as JAX takes {memory_fraction():.0%} of the device")
+        raise ValueError(
+            f"{in_units(missing)} are missing of {in_units(self.device.limit)} of memory for {self.summary}: "
+            + "; or ".join(helpful)
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -177,3 +186,8 @@ class MemoryUse(NamedTuple):
                 yield f"{name:<12} {count / gib:>7.2f}  {count / tokens:>12,.0f}"
         share = self.device.limit / self.device.physical
         yield f"{'for JAX':<12} {self.device.limit / gib:>7.2f}  {share:.0%} of {self.device.physical / gib:.2f} GiB"
+
+
+def in_units(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
