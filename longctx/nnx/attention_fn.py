@@ -58,7 +58,8 @@ def attention_fn(
 
     Args:
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
+        `context_parallel_attention`.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`. Queries, keys and values come in order; each call arranges them
         and puts the result back in order. `ContextParallelAttention` takes tokens that are arranged once.
       axis_name: the mesh axis of the tokens.

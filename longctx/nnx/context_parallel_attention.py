@@ -50,7 +50,8 @@ class ContextParallelAttention(nnx.Module):
       causal: whether a token sees those up to its position only.
       norm_eps: epsilon of `qk_norm`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh` when the module is called.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
+        `context_parallel_attention`.
       layout: the layout into which a call brings queries, keys and values of tokens in order, and the result back, so
         that causal attention is balanced: `"zigzag"` or `"striped"`. `"contiguous"`: they are computed where they
         stand. So a model of many layers has its tokens arranged once, by `shard_sequence`, and gives their positions

@@ -26,7 +26,7 @@ from longctx.parallel.context_parallel import Method
 from longctx.parallel.layout import Layout, check_layout
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, mesh_with_devices, place
 
-METHODS = ("pass_kv", "pass_q", "all_gather")
+METHODS = ("pass_kv", "pass_q", "all_gather", "ulysses")
 """The exchanges in which tokens stay sharded."""
 
 
@@ -167,7 +167,7 @@ def to_nnx(
       layout: tokens come in order, and are arranged as integers once, not their hidden states in each layer;
         `"zigzag"` balances causal attention. `"contiguous"`: tokens are computed where they stand, so also those that
         `shard_sequence` has arranged (with positions, segments and targets arranged alike).
-      method: the exchange: `"pass_kv"`, `"pass_q"` or `"all_gather"`.
+      method: the exchange: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"ulysses"`.
       axis_name: the mesh axis of the tokens.
       head_axis: the mesh axis of the heads and of the feed-forward. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch; None: every rank computes all of it.

@@ -39,15 +39,17 @@ from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 from longctx.parallel.topology import hardware_of, is_in_one_host
+from longctx.parallel.ulysses import ulysses_attention
 
 _log = logging.getLogger("longctx.parallel")
 
-Method = Literal["auto", "pass_kv", "pass_q", "all_gather", "kvp"]
+Method = Literal["auto", "pass_kv", "pass_q", "all_gather", "kvp", "ulysses"]
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
     "pass_q": ring_pass_q,
     "all_gather": all_gather_kv,
     "kvp": kvp_attention,
+    "ulysses": ulysses_attention,
 }
 
 
@@ -89,9 +91,10 @@ def context_parallel_attention(
       q: queries, the new tokens, floating point `[*B, T, N, H]`.
       k, v: keys and values, cached and new, `[*B, S, K, H]` and `[*B, S, K, Hv]`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
-        T new and S - T cached tokens.
-      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`; `"auto"` asks `choose_ring`, for the
+        `hardware`, with T new and S - T cached tokens.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`. (`"ulysses"` has equal work on all ranks in any of them, and
+        leaves tokens where they are.)
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `longctx.kernels.attention`.
       window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`; `bias` too,
         as a function alone, of the heads of all ranks. With a
@@ -160,9 +163,11 @@ def context_parallel_attention(
         # All times but latency grow with the batch.
         latency = hardware.latency * replicas / batch
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
-        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
+        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware, with_ulysses=True)
         _log.info("%s", choice)
         method = choice.method  # type: ignore[assignment]
+    if method == "ulysses":
+        layout = "contiguous"
     spec = AttentionSpec(
         axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap, bias
     )

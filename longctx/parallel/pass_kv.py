@@ -13,7 +13,7 @@ from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import Arguments, Implementation, Window
 from longctx.kernels.attention.rule import BiasFunction
-from longctx.parallel.exchange import AttentionSpec, exchange, stack_keys
+from longctx.parallel.exchange import AttentionSpec, ByShard, exchange, stack_keys
 from longctx.parallel.ring import check_hops, fold_ring, fold_ring_and_return, tokens_by_hop
 
 
@@ -107,7 +107,7 @@ class PassKV:
     """The `Algorithm` of `ring_pass_kv`: `kernel` computes on each rank of the mesh axis."""
 
     axis_name: str
-    kernel: Kernel
+    kernel: Kernel | ByShard
     hops: tuple[int, ...]
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:

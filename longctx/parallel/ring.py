@@ -111,7 +111,7 @@ def fold_ring(
         if hop not in looped:
             carry = take(hop, ahead, carry)
         elif hop == looped.start:
-            carry = lax.fori_loop(hop, looped.stop, lambda hop, carry: take(hop, 1, carry), carry)
+            carry = lax.fori_loop(*_bounds(looped), lambda hop, carry: take(hop, 1, carry), carry)
     return carry[1]
 
 
@@ -125,6 +125,11 @@ def _looped(pairs: list[tuple[int, int]], first: int) -> range:
     """The hops that a loop takes, from `first` to the last but one; none of a short ring, or one that skips hops."""
     is_long = len(pairs) > MOST_UNROLLED and all(ahead == 1 for _, ahead in pairs[:-1])
     return range(first, len(pairs) - 1) if is_long else range(0)
+
+
+def _bounds(hops: range) -> tuple[np.int32, np.int32]:
+    """The first hop and the one after the last, in the type of `lax.axis_index`."""
+    return np.int32(hops.start), np.int32(hops.stop)
 
 
 def fold_ring_and_return(
@@ -157,7 +162,7 @@ def fold_ring_and_return(
         if hop not in looped:
             carry = take(hop, ahead, behind, carry)
         elif hop == looped.start:
-            carry = lax.fori_loop(hop, looped.stop, lambda hop, carry: take(hop, 1, 1, carry), carry)
+            carry = lax.fori_loop(*_bounds(looped), lambda hop, carry: take(hop, 1, 1, carry), carry)
     _, state, total = carry
     return state, _add(own, ring_shift(axis_name, *total, by=-pairs[-1][0])) if total else own
 

@@ -60,6 +60,7 @@ def total_of(tokens: Any, targets: Any, positions: Any, segments: Any):  # type:
         pytest.param(2, {"layout": "striped", "chunk_size": 5}, marks=pytest.mark.slow),
         pytest.param(5, {"method": "pass_q", "remat": True}, marks=pytest.mark.slow),
         pytest.param(8, {"layout": "contiguous", "method": "all_gather", "chunk_size": 1}, marks=pytest.mark.slow),
+        pytest.param(2, {"method": "ulysses", "remat": True}, marks=pytest.mark.slow),
         pytest.param(8, {"remat": True, "chunk_size": 100, "implementation": "reference"}, marks=pytest.mark.slow),
     ],
 )

@@ -16,8 +16,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def alibi(head: jax.Array, q_position: jax.Array, kv_position: jax.Array) -> jax.Array:
-    """Bias that tells the eight heads apart."""
-    return -(0.5 ** jnp.arange(1.0, 9.0)[head]) * jnp.abs(q_position - kv_position)
+    """Bias that tells up to 24 heads apart."""
+    return -(0.5 ** (jnp.arange(1.0, 25.0) / 3)[head]) * jnp.abs(q_position - kv_position)
 
 
 class Tokens(NamedTuple):

@@ -141,32 +141,22 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def set_costs(self, name: str, costs: PredictorCosts) -> None:
-        """Change the costs of an instance, such as those of a predictor that has been corrected since.
-
-        Args:
-          name: of the instance.
-          costs: from now on.
-
-        Raises:
-          ValueError: there is no such instance.
-        """
-        state = self._instance(name)
-        state.spec = replace(state.spec, costs=costs)
-
-    def report(self, name: str, report: Report, now: float) -> None:
+    def report(self, name: str, report: Report, now: float, costs: PredictorCosts | None = None) -> None:
         """Correct the estimates of an instance by its own report.
 
         Args:
           name: of the instance.
           report: of the instance.
           now: seconds of the driver's clock.
+          costs: from now on, such as those of a predictor that has been corrected since; None: as before.
 
         Raises:
           TypeError, ValueError: there is none of this name, or a figure is not finite or negative; nothing is changed.
         """
         instance = self._instance(name)
         check_report(report)
+        if costs is not None:
+            instance.spec = replace(instance.spec, costs=costs)
         instance.correct(report, self._open, now)
 
     # Requests.

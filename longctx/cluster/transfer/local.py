@@ -14,8 +14,7 @@ from typing import Any
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 

@@ -23,8 +23,7 @@ from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network, Socket
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 

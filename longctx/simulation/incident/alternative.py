@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.serving.config import EngineConfig
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.recording.log import RecordedLog
 from longctx.serving.recording.records import Arrived, Cancelled, Closed, LoadEnded, Record, Step
 from longctx.serving.request.output import Event, Output
@@ -26,7 +27,7 @@ class Difference(NamedTuple):
     batch: Batch | None
 
 
-class Alternative:
+class Alternative(DecisionLog):
     """Replays a log with another configuration.
 
     Until the first decision that differs, steps take what was measured. From then on they take what is predicted, by
@@ -148,6 +149,3 @@ class Alternative:
                 self._differ(dataclasses.replace(batch, chunks=list(batch.chunks)))
             else:
                 self._count += 1
-
-    def note_draw(self, batch: Batch, tokens: object) -> None:
-        pass

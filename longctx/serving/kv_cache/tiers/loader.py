@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskPage, DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import PageName
+from longctx.serving.kv_cache.tiers.index import PageName, TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.writer import IN_THE_BACKGROUND, URGENT, Workers
 
 _THREADS = 2

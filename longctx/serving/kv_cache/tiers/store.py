@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageRead, PageStore
+from longctx.serving.kv_cache.connector import Arrivals, PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import TierListener
+from longctx.serving.kv_cache.tiers.index import TierListener, TierStats
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.writer import StoreQueue, Writer
 
 _MOST_QUEUE_BYTES = 2**30

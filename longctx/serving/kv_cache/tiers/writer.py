@@ -14,8 +14,7 @@ from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import PageName
-from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
+from longctx.serving.kv_cache.tiers.index import PageName, TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
 
