@@ -15,7 +15,6 @@ reading all weights once for each token of the longest output.
 
 import argparse
 import contextlib
-import functools
 import json
 import statistics
 import subprocess
@@ -95,11 +94,10 @@ class LongctxEngine:
             max_length=MAX_LENGTH,
             prefix_cache=False,
         )
-        make = functools.partial(RecordingDevice, model, params, make_mesh(), NUM_PAGES, PAGE)
-        executor = DeviceExecutor(model.config, config, ParallelPlan(), NUM_PAGES, MAX_LENGTH, make)
-        self.device = executor.runner
-        assert isinstance(self.device, RecordingDevice)
+        sizes = NUM_PAGES, PAGE, RUNNING, -(-MAX_LENGTH // PAGE), config.step_rows(ParallelPlan()).largest
+        self.device = RecordingDevice(model, params, make_mesh(), *sizes)
         self.device.steps = []
+        executor = DeviceExecutor(model.config, config, ParallelPlan(), NUM_PAGES, MAX_LENGTH, self.device)
         self.engine = Engine(model, params, config, executor=executor)
         start = time.perf_counter()
         self.engine.warm_up()

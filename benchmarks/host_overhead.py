@@ -10,7 +10,6 @@ the rows that are left of 512 for a chunk of the last one's prompt.
 """
 
 import argparse
-import functools
 import resource
 import sys
 import time
@@ -30,7 +29,7 @@ from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.request.completion import Completion, Detokenizer
-from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.runner.model_runner import ModelRunner
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunker, Chunking
 from longctx.serving.scheduler.policy import make_policy
@@ -67,8 +66,9 @@ class RunningHost:
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
         longest = max(lengths) + steps + 2 + unread
-        make = functools.partial(MeshModelRunner, MODEL, params, make_mesh(), 1, PAGE)
-        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
+        sizes = 1, PAGE, RUNNING, -(-longest // PAGE), config.step_rows(ParallelPlan()).largest
+        runner = ModelRunner(MODEL, params, make_mesh(), *sizes)
+        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, runner)
         self.scheduler = Scheduler(_chunker(BUDGET), PagePool(pages), PAGE, RUNNING)
         self.core = Core(self.scheduler, PageHash(bytes(32), PAGE), None, run_ahead=2)
         self.bytes_sent: set[int] = set()
@@ -124,7 +124,7 @@ class RunningHost:
     def step(self) -> Parts:
         """Plan and assemble one step, and take the results of the one before."""
         device = self.executor.runner
-        assert isinstance(device, MeshModelRunner)
+        assert isinstance(device, ModelRunner)
         state = device.state
         begin = time.thread_time_ns()
         batch = self.scheduler.schedule(0.0)

@@ -2,7 +2,8 @@
 
 The names that are used most, each loaded when it is first used:
 
-* attention on one device (`longctx.kernels`): `attention`, `merge_state`, `merge_states`, `paged_attention`
+* attention on one device (`longctx.kernels`): `attention`, `dot_product_attention`, `merge_state`, `merge_states`,
+  `paged_attention`
 * attention over a mesh, inside `jax.shard_map` or over whole arrays (`longctx.parallel`): `all_gather_kv`,
   `choose_ring`, `context_parallel_attention`, `kvp_attention`, `make_mesh`, `plan_varseq`, `ring_pass_kv`,
   `ring_pass_q`, `sequence_pipeline`, `shard_positions`, `shard_sequence`, `unshard_sequence`

@@ -2,6 +2,7 @@
 
 from .gpu_flags import xla_flags as xla_flags
 from .kernels import attention as attention
+from .kernels import dot_product_attention as dot_product_attention
 from .kernels import merge_state as merge_state
 from .kernels import merge_states as merge_states
 from .kernels import paged_attention as paged_attention

@@ -99,7 +99,7 @@ def test_a_profile_is_measured_and_used(checkpoint: Path, tmp_path: Path, capsys
 
     other = ["--page-size", "8", *ENGINE[2:]]
     assert main(["bench", *model, *other, "--requests", "1", "--prompt-tokens", "9", "--profile", str(file)]) == 2
-    assert "was measured on another engine: page_size is 4 there and 8 here" in capsys.readouterr().err
+    assert "was measured on another engine: --page-size is 4 there and 8 here" in capsys.readouterr().err
 
 
 def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,12 @@ SLOW = {
     *("longctx.models.Llama", "longctx.models.load_checkpoint", "longctx.models.quantize_checkpoint"),
     *(f"longctx.nnx.{name}" for name in ("ContextParallelAttention", "LlamaModule", "attention_fn", "to_nnx")),
     *(f"longctx.parallel.{name}" for name in ("all_gather_kv", "context_parallel_attention", "kvp_attention")),
-    *("longctx.parallel.merge_over_ranks", "longctx.parallel.ring_pass_q", "longctx.serving.Engine"),
+    *(
+        "longctx.parallel.ulysses_attention",
+        "longctx.parallel.merge_over_ranks",
+        "longctx.parallel.ring_pass_q",
+        "longctx.serving.Engine",
+    ),
     *("longctx.serving.recording.recorder.open_recorder", "longctx.simulation.Simulation"),
     "longctx.simulation.baselines.make_simulation",
 }

@@ -21,7 +21,7 @@ from longctx.cli.flags import read
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.models import load_tokenizer
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
-from longctx.serving.engine.memory import LOWER
+from longctx.serving.runner.device_memory import ADVICE
 from longctx.serving.validation import check_text
 
 PAGE_SIZE = 64
@@ -36,7 +36,7 @@ COMMANDS = ("/exit", "/file", "/help", "/new")
 _NO_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _MOST_BYTES_A_TOKEN = 64  # of a file, before its tokens are counted
 _MOST_HISTORY = 1000  # messages
-_LOWER = LOWER | {"pages": "lower --max-length", "steps": "lower --chunk-size"}
+_ADVICE = ADVICE | {"pages": "lower --max-length", "steps": "lower --chunk-size"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def _config(options: argparse.Namespace, loader: EngineLoader) -> EngineConfig:
         max_logprobs=0,
         kv_dtype=options.kv_dtype,
     )
-    num_pages = loader.check_memory(config, _LOWER)
+    num_pages = loader.check_memory(config, _ADVICE)
     longest = min(wanted or context, num_pages * PAGE_SIZE * loader.plan.context)
     if wanted is None and longest < context:
         loader.console.note(

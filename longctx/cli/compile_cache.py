@@ -5,7 +5,7 @@ import hashlib
 import os
 import platform
 import shutil
-import time
+import stat
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,6 @@ import jaxlib
 from longctx.cli.files import CACHE_VARIABLE, cache_root
 
 _MAX_BYTES = 1 << 30
-_UNUSED_DAYS = 30
 _BROKEN = ("Error reading persistent compilation cache", "Error writing persistent compilation cache")
 
 
@@ -33,12 +32,11 @@ def enable(is_wanted: bool) -> None:
     try:
         folder = cache_root() / "programs" / _compiler()
         folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         if os.environ.get(CACHE_VARIABLE):
             raise ValueError(f"{CACHE_VARIABLE} must be a folder that can be written to: {error}") from None
         return
-    _remove_unused(folder)
+    _remove_unused(folder.parent)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # A model is loaded by dozens of programs that compile in no time.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -59,23 +57,18 @@ def _compiler() -> str:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove folders of other compilers and processors that no run has used for long, and programs beyond the limit.
+    """Remove the programs of all compilers beyond the limit that were not used for longest.
 
     JAX could limit the folder itself, but would wait 10 s for each program while another process holds its lock. Other
     commands may do the same at the same time, so that any of these files may be gone.
     """
-    oldest = time.time() - _UNUSED_DAYS * 24 * 3600
-    with suppress(OSError):
-        for other in folder.parent.iterdir():
-            with suppress(OSError):
-                if other != folder and other.is_dir() and other.stat().st_mtime < oldest:
-                    shutil.rmtree(other, ignore_errors=True)
     programs = []
     with suppress(OSError):
-        for path in folder.iterdir():
+        for path in folder.rglob("*"):
             with suppress(OSError):
                 about = path.stat()
-                programs.append((max(about.st_atime, about.st_mtime), about.st_size, path))
+                if stat.S_ISREG(about.st_mode):
+                    programs.append((max(about.st_atime, about.st_mtime), about.st_size, path))
     size = 0
     for _, num_bytes, path in sorted(programs, reverse=True):
         size += num_bytes

@@ -13,13 +13,13 @@ from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
-from longctx.serving.engine.memory import LOWER
+from longctx.serving.runner.device_memory import ADVICE
 
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
 PAGE_SIZE = 64
 NOTE_QUESTIONS = 4
-_LOWER = LOWER | {"pages": "lower --tokens", "steps": "lower --chunk-size"}
+_ADVICE = ADVICE | {"pages": "lower --tokens", "steps": "lower --chunk-size"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
     questions, notes = _questions(document, "document"), _questions(note, "note")
     config = _config(loader.model, tokenizer, questions, notes, options.chunk_size)
-    loader.check_memory(config, _LOWER)
+    loader.check_memory(config, _ADVICE)
     print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
     print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
     engine = loader.load(config, tokenizer=tokenizer)

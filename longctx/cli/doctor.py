@@ -274,11 +274,11 @@ def _memory_of(devices: list[Any]) -> str:
 
 
 def _memory(report: Report, devices: list[Any]) -> None:
-    import jax
 
-    from longctx.serving.engine.memory import available_bytes, in_units
+    from longctx.serving.engine.memory import available_bytes
+    from longctx.serving.runner.device_memory import in_units
 
-    available = available_bytes(jax.local_devices(backend="cpu")[0])
+    available = available_bytes()
     if available is not None:
         report.note("memory", "host", f"{in_units(available)} available")
 

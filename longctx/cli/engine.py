@@ -22,10 +22,11 @@ from longctx.models.checkpoint import read_model
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
-from longctx.serving.engine.memory import LOWER, default_pages, estimate, in_units
+from longctx.serving.engine.memory import default_pages, estimate
 from longctx.serving.executor.interface import Progress
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
+from longctx.serving.runner.device_memory import ADVICE, in_units
 
 MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
 _PROCESSES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
@@ -63,7 +64,7 @@ def check_memory(
     plan: ParallelPlan,
     mesh: Mesh | None,
     dtype: np.dtype[Any],
-    lower: Mapping[str, str] = LOWER,
+    advice: Mapping[str, str] = ADVICE,
     least_pages: int = 1,
 ) -> int:
     """Check, before weights are loaded, that an engine fits into memory, and print the estimate.
@@ -72,19 +73,18 @@ def check_memory(
     """
     plan.check(model.config, jax.device_count())
     mesh = mesh or make_mesh()
-    device, max_length = mesh.local_devices[0], config.longest_sequence(model.config.max_positions)
+    max_length = config.longest_sequence(model.config.max_positions)
     num_pages = config.num_pages
     if num_pages is None:
-        estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
+        estimate(model, config, mesh, dtype, 1, max_length).check(advice=advice)
         num_pages = default_pages(model, config, mesh, dtype, max_length)
     if num_pages * plan.context < least_pages:
         got = num_pages * plan.context
         raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
-    needed = estimate(model, config, mesh, dtype, num_pages, max_length)
-    available = needed.check(device, lower)
-    there = "" if available is None else f" of {in_units(available)}"
-    about = "" if config.num_pages or device.platform == "cpu" else " by estimation"
-    console.note(f"memory   {in_units(needed.total)}{there}{about}: {needed}")
+    use = estimate(model, config, mesh, dtype, num_pages, max_length)
+    use.check(advice=advice)
+    about = "" if config.num_pages or mesh.local_devices[0].platform == "cpu" else " by estimation"
+    console.note(f"memory   {in_units(use.total)} of {in_units(use.device.limit)}{about}: {use.summary}")
     return num_pages
 
 
@@ -138,9 +138,9 @@ class EngineLoader:
         self.console.note(describe_mesh(mesh, group))
         return mesh
 
-    def check_memory(self, config: EngineConfig, lower: Mapping[str, str] = LOWER, least_pages: int = 1) -> int:
+    def check_memory(self, config: EngineConfig, advice: Mapping[str, str] = ADVICE, least_pages: int = 1) -> int:
         """Check that an engine fits into memory, as `check_memory` does; returns its pages on each context rank."""
-        return check_memory(self.console, self.model, config, self.plan, self.mesh, self.dtype, lower, least_pages)
+        return check_memory(self.console, self.model, config, self.plan, self.mesh, self.dtype, advice, least_pages)
 
     def load(self, config: EngineConfig, **more: Any) -> Engine:
         """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels."""

@@ -9,10 +9,10 @@ from longctx.cli.terminal import FAILED, report_error
 from longctx.models import Llama, load_tokenizer
 from longctx.serving import EngineConfig, Output, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
-from longctx.serving.engine.memory import LOWER
+from longctx.serving.runner.device_memory import ADVICE
 
 PAGE_SIZE = 64
-_LOWER = LOWER | {
+_ADVICE = ADVICE | {
     "pages": "lower --max-tokens or --n, or shorten the prompt",
     "steps": "lower --n or --chunk-size",
 }
@@ -42,7 +42,7 @@ def _generate(options: argparse.Namespace, text: str, sampling: SamplingParams, 
     if not tokens:
         raise ValueError("the prompt is empty")
     config = _config(loader.model, len(tokens), sampling, options.chunk_size, options.kv_dtype)
-    loader.check_memory(config, _LOWER)
+    loader.check_memory(config, _ADVICE)
     engine = loader.load(config, tokenizer=tokenizer)
     if not group.is_first:
         engine.follow()

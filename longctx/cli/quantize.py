@@ -4,7 +4,7 @@ import argparse
 
 from longctx.cli.terminal import Console, interrupts
 from longctx.models import quantize_checkpoint, resolve_model
-from longctx.serving.engine.memory import in_units
+from longctx.serving.runner.device_memory import in_units
 
 
 def run(options: argparse.Namespace) -> int:

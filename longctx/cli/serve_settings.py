@@ -11,7 +11,7 @@ from longctx import extras
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing, read, refuse
 from longctx.cli.settings import engine_config, page_hash_key, tier_config
-from longctx.cluster.peers import check_peers
+from longctx.cluster.peers import Peers
 from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
@@ -88,7 +88,7 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         refuse(options, ("kv_advertise", "kv_peer"), "needs --role")
         return
     with naming(_TRANSFERS):
-        check_peers(options.kv_peer)
+        Peers(options.kv_peer, "localhost")
     if options.kv_messenger != "zmq":
         extras.check("mooncake", f"--kv-messenger {options.kv_messenger}")
     if options.kv_secret_file is None:

@@ -17,7 +17,6 @@ from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill import PrefillRequests, count_here
 from longctx.cluster.server_url import host_port
-from longctx.cluster.transfer import make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -74,7 +73,7 @@ class EngineTransfers:
         """Return the id of a new lease: a peer's, if it is one of random bits, else a new one. ApiError."""
         if self.role == "decode":
             raise ApiError(400, f"{_NAME}: this server reads no prompts for others (--role decode)", _NAME)
-        return wanted if wanted is not None and _LEASE.fullmatch(wanted) else make_lease_id()
+        return wanted if wanted is not None and _LEASE.fullmatch(wanted) else secrets.token_hex(16)
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Make `kv_transfer_params` of the answer of a request with a lease."""

@@ -1,5 +1,6 @@
 """`Peers`: the hosts that an engine fetches pages from. Clients can't name others."""
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -10,8 +11,6 @@ _PLAIN = re.compile(r"([^:]+):(\d{1,5})")
 _HOST = re.compile(r"[\w.:%-]{1,255}")
 _NETWORK = re.compile(r"[0-9A-Fa-f:.]+/\d{1,3}")
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
 
 def parse_peer(text: str) -> tuple[str, int | None]:
     """Split `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; port None: any. ValueError: it is none."""
@@ -20,28 +19,6 @@ def parse_peer(text: str) -> tuple[str, int | None]:
     if not _HOST.fullmatch(host) or (port is not None and not 0 < int(port) < 65536):
         raise ValueError(f"peers must be HOST or HOST:PORT, got {text!r}")
     return host, None if port is None else int(port)
-
-
-def check_peers(peers: Sequence[str]) -> None:
-    """Raise ValueError unless each is a host, with a port or without, or a network."""
-    for each in peers:
-        parse_network(each) if _NETWORK.fullmatch(each) else parse_peer(each)
-
-
-def parse_network(text: str) -> Network:
-    """Parse a network, such as `10.0.0.0/8`. ValueError: it is none."""
-    try:
-        return ipaddress.ip_network(text)
-    except ValueError as error:
-        raise ValueError(f"peers must be HOST, HOST:PORT or a network, got {text!r}: {error}") from None
-
-
-def _is_in(host: str, networks: Sequence[Network]) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:  # a name
-        return False
-    return any(address in network for network in networks)
 
 
 class Peers:
@@ -59,7 +36,13 @@ class Peers:
     def __init__(self, peers: Sequence[str], own: str) -> None:
         self._own = _LOOPBACK | {own}
         self._ports: dict[str, set[int | None]] = {}
-        self._networks = [parse_network(each) for each in peers if _NETWORK.fullmatch(each)]
+        self._networks = []
+        for each in filter(_NETWORK.fullmatch, peers):
+            try:
+                self._networks.append(ipaddress.ip_network(each))
+            except ValueError as error:
+                message = f"peers must be HOST, HOST:PORT or a network, got {each!r}: {error}"
+                raise ValueError(message) from None
         for host, port in (parse_peer(each) for each in peers if not _NETWORK.fullmatch(each)):
             self._ports.setdefault(self._name(host), set()).add(port)
         self._ports.setdefault(self._name(own), {None})
@@ -67,8 +50,10 @@ class Peers:
     def admits(self, host: str, port: int | None = None) -> bool:
         """Return whether pages may be fetched from there; without a port, whether from some port of that host."""
         ports = self._ports.get(self._name(host), set())
-        if self._networks and not ports and _is_in(host, self._networks):
-            return True
+        if not ports:
+            with contextlib.suppress(ValueError):  # a name
+                address = ipaddress.ip_address(host)
+                return any(address in network for network in self._networks)
         return bool(ports) if port is None else port in ports or None in ports
 
     def _name(self, host: str) -> str:

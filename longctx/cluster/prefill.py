@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import quote
 
 import httpx
@@ -27,7 +27,6 @@ import msgspec
 
 from longctx.cluster.pending_pages import PendingSource, StagedPages
 from longctx.cluster.server_url import host_port, split_server_url
-from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource, PageStore
@@ -50,14 +49,8 @@ Answer = Literal["done", "refused", "failed", "cancelled"]
 """How a prefill elsewhere ended: computed; refused for lack of room; failed; or not needed any more."""
 
 
-class _Timeouts(NamedTuple):
-    """Seconds until a server must have begun with a prompt; and at least for its next page."""
-
-    begin: float
-    page: float
-
-
-_COMPUTES, _LENDS = _Timeouts(10.0, 60.0), _Timeouts(3.0, 10.0)  # pages behind others' work; pages that are there
+# Seconds until a server must have begun with a prompt, and at least for its next page.
+_COMPUTES, _LENDS = (10.0, 60.0), (3.0, 10.0)  # pages behind others' work; pages that are there
 
 
 class PrefillRequests:
@@ -133,7 +126,7 @@ class PrefillRequests:
         seconds = wanted.seconds
         if seconds is None:
             seconds = 0.0 if lends else engine.scheduler.forecast.time.prefill_seconds(there, length)
-        lease, count = make_lease_id(), length + 1 if lends else len(prepared.tokens)
+        lease, count = secrets.token_hex(16), length + 1 if lends else len(prepared.tokens)
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
         sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}
         pending = PendingSource(lambda: computing.cancel())
@@ -186,13 +179,13 @@ class PrefillRequests:
         body: Callable[[], bytes],
         headers: Mapping[str, str],
         seconds: float,
-        timeouts: _Timeouts,
+        timeouts: tuple[float, float],
     ) -> None:
         answer: Answer = "failed"
         try:
             content = await asyncio.to_thread(body)  # a prompt may be long
             addresses = await self._addresses(url, headers)
-            if pending.begin(source(addresses, timeouts.begin), max(timeouts.page, _MARGIN * seconds)):
+            if pending.begin(source(addresses, timeouts[0]), max(timeouts[1], _MARGIN * seconds)):
                 answer = await self._post(url, content, headers)
             else:
                 answer = "cancelled"

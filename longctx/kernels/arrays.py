@@ -13,7 +13,7 @@ from longctx.annotations import Nested
 _INT32 = np.iinfo(np.int32)
 
 
-def check_array(name: str, x: ArrayLike) -> Array:
+def check_array(name: str, x: ArrayLike, may_be_bool: bool = False) -> Array:
     """A NumPy array as JAX holds it (float64 is float32 unless x64 is on), a JAX array as it is.
 
     Raises:
@@ -23,7 +23,7 @@ def check_array(name: str, x: ArrayLike) -> Array:
         return x
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} must be a jax.Array or numpy.ndarray, got {type(x).__name__}")
-    if not jnp.issubdtype(x.dtype, jnp.number):
+    if not jnp.issubdtype(x.dtype, jnp.number) and not (may_be_bool and x.dtype == bool):
         raise TypeError(f"{name} must hold numbers, got {x.dtype}")
     return jnp.asarray(x)
 

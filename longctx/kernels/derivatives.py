@@ -1,5 +1,7 @@
-"""An identity where reverse-mode differentiation ends with an error that says what there is instead."""
+"""Errors of differentiation that say what there is instead."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -8,6 +10,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 Tree = TypeVar("Tree")
+
+
+@contextlib.contextmanager
+def reverse_mode_alone(function: str, implementation: str) -> Iterator[None]:
+    """Name the function in JAX's error of forward-mode differentiation, and what there is instead."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            f'{function} of implementation="{implementation}" is differentiable in reverse mode alone (jax.grad, '
+            f'jax.vjp), and its gradients in forward mode: for jax.jvp of {function} itself there is "reference"'
+        ) from error
 
 
 def end_reverse_mode(results: Tree, message: str) -> Tree:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -50,12 +51,14 @@ class Rule:
       operands, results: the labels of each.
       splits_groups: whether devices may share a KV head where there are more devices than KV heads. Each then slices
         its KV head out of operands that hold several.
+      has_constants: whether the function may hold arrays, as a user's function in it does.
     """
 
     names: tuple[str, ...]
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     splits_groups: bool = True
+    has_constants: bool = False
 
 
 def without_ones(shape: Sequence[int], labels: Labels) -> Labels:
@@ -189,6 +192,8 @@ def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Funct
         mesh, division = divide(mesh, operands, ())
         return tuple(NamedSharding(mesh, spec) for spec in division.results)
 
+    if rule.has_constants:
+        return functools.partial(_with_constants, function, rule, mesh)
     operation = custom_partitioning(lambda *operands: function(*operands))
     operation.def_partition(
         partition,
@@ -197,6 +202,23 @@ def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Funct
         sharding_rule=lambda mesh, operands, results: _for_shardy(rule, operands),
     )
     return operation
+
+
+def _with_constants(function: Function, rule: Rule, mesh: AbstractMesh, *operands: Array) -> Any:
+    """Make operands, which every device has whole, of the arrays that a function holds: the operation refuses them."""
+    closed = jax.make_jaxpr(function)(*operands)
+    constants = [jnp.asarray(x) for x in closed.consts]
+
+    def open_function(*arrays: Array) -> tuple[Array, ...]:
+        of_call, of_function = arrays[: len(operands)], arrays[len(operands) :]
+        if [x.shape for x in of_call] != [x.shape for x in operands]:  # a device's part
+            return function(*of_call)
+        return tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(of_function)))(*of_call))
+
+    names = (*rule.names, *("",) * len(constants))
+    whole = (*rule.operands, *(("",) * x.ndim for x in constants))
+    open_rule = dataclasses.replace(rule, names=names, operands=whole, has_constants=False)
+    return _over_auto_axes(open_function, open_rule, mesh)(*operands, *constants)
 
 
 def _for_shardy(rule: Rule, operand_types: Sequence[Any]) -> SdyShardingRule:

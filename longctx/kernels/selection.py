@@ -1,6 +1,7 @@
 """Chooses an implementation for a case and explains the choice."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     head_size: int
     value_size: int
     has_soft_cap: bool = False
+    has_bias: bool = False
     page_size: int | None = None  # None: keys are contiguous
     is_fp8: bool = False  # the pages
 
@@ -31,7 +33,8 @@ class Case(NamedTuple):
     def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> "Case":
         """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type."""
         _, page_size, _, head_size = k_pages.shape
-        return cls(q_dtype, head_size, head_size, False, page_size, k_pages.dtype in (BITS, E4M3))
+        is_fp8 = k_pages.dtype in (BITS, E4M3)
+        return cls(q_dtype, head_size, head_size, page_size=page_size, is_fp8=is_fp8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,17 +113,19 @@ def _describe_ptxas(device: Device) -> str:
     return f"{device.ptxas}{'; that of CUDA 12.9.0 would miscompile mosaic_gpu: use another' if unsure else ''}"
 
 
-def choose(implementation: str | None, case: Case) -> str:
-    """The named implementation, or the best one for None.
+def choose(names: Sequence[str], case: Case) -> str:
+    """The first of the named implementations that supports the case, or the best one if none is named.
 
     Raises:
       NotImplementedError: the named one does not support the case; the message says why.
     """
-    if implementation is None:
+    if not names:
         return select(case).taken
-    if implementation == "mosaic_gpu" and (reason := unsupported_reason(case)) is not None:
-        raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
-    return implementation
+    reason = unsupported_reason(case) if "mosaic_gpu" in names else None
+    for name in names:
+        if name != "mosaic_gpu" or reason is None:
+            return name
+    raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
 
 
 def unsupported_reason(case: Case) -> str | None:
@@ -140,6 +145,8 @@ def unsupported_reason(case: Case) -> str | None:
         return f"needs values with the head size of keys, {case.head_size}, got {case.value_size}"
     if case.has_soft_cap:
         return "needs scores without logits_soft_cap"
+    if case.has_bias:
+        return "needs scores without bias"
     page_size, block = case.page_size, TileConfig.choose(case.head_size, 1).block_kv
     # TMA copies 128 bytes or more, and the scales of a page have 4 for each token.
     if case.is_fp8 and page_size is not None and page_size % 32:

@@ -237,13 +237,14 @@ def _load_shard(
             if layout.is_scale:
                 reader.check_scale(name, values)
             tensor = jax.device_put(values, device)
+            del values
             if shard is None:
                 shard = _convert(layout, tensor, shape, dtype)
             else:
                 shard = _write_layer(layout, shard, tensor, np.int32(i))
             # Without the wait, asynchronous dispatch would keep many slices alive on the host.
             shard.block_until_ready()
-            del values, tensor
+            del tensor
     assert shard is not None
     return shard
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,12 +67,14 @@ class GgufReader(TensorReader):
     source = "the metadata"
 
     def __init__(self, path: Path) -> None:
-        self.directory, self.header = path, read_header(path)
-        for name in self.header.tensors:
+        self.directory = path
+        self.metadata, tensors = read_header(path)
+        for name in tensors:
             if own_name(name) != name:  # it would be taken for that tensor
                 raise CheckpointError(f"{path}: unexpected tensor {shown(name)}: GGUF calls it {own_name(name)}")
-        self._stored = {hf_name(name): tensor for name, tensor in self.header.tensors.items()}
+        self._stored = {hf_name(name): tensor for name, tensor in tensors.items()}
         self.tensors = {name: tensor for name, tensor in self._stored.items() if name != ROPE_FREQUENCIES}
+        self.rope_frequencies = self._stored.get(ROPE_FREQUENCIES)
 
     def stored_name(self, name: str) -> str:
         return own_name(name)
@@ -95,7 +96,7 @@ class GgufReader(TensorReader):
 
     def rows_at_once(self, name: str) -> int:
         """The number of rows that are permuted among themselves: those of a head, or 1."""
-        metadata, heads_key = self.header.metadata, _PERMUTED.get(name.partition(".self_attn.")[2])
+        metadata, heads_key = self.metadata, _PERMUTED.get(name.partition(".self_attn.")[2])
         if heads_key is None or metadata.get("general.architecture") != "llama":
             return 1
         num_rows = self._stored[name].shape[0]
@@ -169,17 +170,10 @@ _SCALARS = {
 _NUMBERS = {type: np.dtype(scalar).newbyteorder("<") for type, scalar in _SCALARS.items()}
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    """Metadata and tensors of a file. Values are Python's, lists of numbers NumPy arrays; shapes have rows first."""
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Read and check the metadata and the tensors of a GGUF file.
 
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, StoredTensor]
-
-
-def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file.
+    Values are Python's, lists of numbers NumPy arrays; shapes have rows first.
 
     Raises:
       FileNotFoundError: no such file.
@@ -209,7 +203,7 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(
             f"{path}: general.alignment must be a power of two, of 8 to {2**20}, got {shown(alignment)}"
         )
-    return GgufHeader(path, metadata, _place(tensors, cursor.position, file_bytes, alignment))
+    return metadata, _place(tensors, cursor.position, file_bytes, alignment)
 
 
 class _Cursor:

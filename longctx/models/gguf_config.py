@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import ROPE_FREQUENCIES, GgufHeader, GgufReader
+from longctx.models.gguf import ROPE_FREQUENCIES, GgufReader
 from longctx.models.rope_config import Llama3Scaling, RopeConfig
 from longctx.models.safetensors_reader import CheckpointError
 from longctx.models.validation import check_integer, check_real, shown
@@ -57,19 +57,19 @@ _MOST_FREQUENCIES = 2**11
 
 def config_from_gguf(reader: GgufReader) -> LlamaConfig:
     """Return the configuration of the model in an open GGUF file; CheckpointError: it has none that is supported."""
-    header = reader.header
+    path = reader.directory
     try:
-        architecture = _architecture(header)
+        architecture = _architecture(reader.metadata)
         values = _values(reader, architecture)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{header.path}: {str(error).removeprefix(f'{header.path}: ')}") from error
+        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
     try:
         return LlamaConfig.from_hf(values)
     except ValueError as error:
         names = {key: f"{architecture}.{name}" for key, name in (_KEYS | _SCALING_KEYS).items()}
         text = str(error).removeprefix("config.json: ")
         named = re.sub(rf"(?<![\w.])({'|'.join(names)})\b", lambda key: names[key[0]], text)
-        raise CheckpointError(f"{header.path}: {named}") from error
+        raise CheckpointError(f"{path}: {named}") from error
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -86,13 +86,13 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(id for id in [*named, *known] if id is not None))
 
 
-def _architecture(header: GgufHeader) -> str:
-    name = header.metadata.get("general.architecture")
+def _architecture(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise ValueError(
             f"unknown architecture: general.architecture is {shown(name)}; supported: {', '.join(_ARCHITECTURES)}"
         )
-    parts = header.metadata.get("split.count", 0)
+    parts = metadata.get("split.count", 0)
     if not isinstance(parts, int) or parts > 1:
         raise ValueError(f"it is one of {shown(parts)} parts of a model; `llama-gguf-split --merge` joins them")
     return name
@@ -100,7 +100,7 @@ def _architecture(header: GgufHeader) -> str:
 
 def _values(reader: GgufReader, architecture: str) -> dict[str, Any]:
     """The contents of a config.json that says the same."""
-    metadata = reader.header.metadata
+    metadata = reader.metadata
     own = {key.removeprefix(f"{architecture}."): _decimal(value) for key, value in metadata.items()}
     for key, supported in _ONLY.items():
         value = own.get(key, supported)
@@ -151,8 +151,8 @@ def _rope_scaling(reader: GgufReader, own: Mapping[str, Any], architecture: str)
     given = {key: own[name] for key, name in _SCALING_KEYS.items() if own.get(name) is not None}
     kind = given.pop("rope_type", "linear")  # llama.cpp's default, with the factor 1
     if kind == "none" or (kind == "linear" and "factor" not in given):
-        return _llama3_scaling(reader, own) if ROPE_FREQUENCIES in reader.header.tensors else None
-    if ROPE_FREQUENCIES in reader.header.tensors:
+        return _llama3_scaling(reader, own) if reader.rope_frequencies is not None else None
+    if reader.rope_frequencies is not None:
         raise ValueError(f"it has both {architecture}.rope.scaling.factor and a tensor {shown(ROPE_FREQUENCIES)}")
     return {"rope_type": kind, "factor": given["factor"]} if kind == "linear" else {"rope_type": kind, **given}
 
@@ -163,7 +163,8 @@ def _llama3_scaling(reader: GgufReader, own: Mapping[str, Any]) -> dict[str, Any
     Angles far into a context need more digits: the factor is the largest, low_freq_factor and high_freq_factor are 1
     and 4 in all models.
     """
-    tensor = reader.header.tensors[ROPE_FREQUENCIES]
+    tensor = reader.rope_frequencies
+    assert tensor is not None
     if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FREQUENCIES:
         raise ValueError(f"tensor {shown(ROPE_FREQUENCIES)} is {tensor.dtype} of shape {tensor.shape}")
     factors = reader.read(ROPE_FREQUENCIES, (slice(None),)).astype(np.float64)

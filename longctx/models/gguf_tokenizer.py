@@ -118,7 +118,7 @@ def read_gguf_tokenizer(
       FileNotFoundError, CheckpointError: as `read_header`.
       ValueError: the tokenizer is of an unsupported kind, or contradicts itself; the message names the key.
     """
-    metadata = read_header(path).metadata
+    metadata, _ = read_header(path)
     try:
         vocabulary = _Vocabulary(metadata)
         if vocabulary.model == "gpt2":

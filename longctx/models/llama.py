@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from longctx.annotations import Real
 from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
+from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_stacks import in_order
@@ -344,7 +345,7 @@ def dense_attend(
     dtype: DTypeLike,
     positions: Int[Array, "*B T"],
     segment_ids: Int[Array, "*B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Attend:
     """Make causal attention among the tokens of this call, with no cache, planned once for all layers."""
     q, k = (

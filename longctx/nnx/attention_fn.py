@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from longctx.annotations import Real
-from longctx.kernels.attention.operands import check_types
-from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.kernels.attention.operands import Implementation, check_types
+from longctx.parallel.context_parallel import Method, context_parallel_attention
+from longctx.parallel.layout import Layout
 
 _PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest", *lax.Precision)
 
@@ -31,12 +32,12 @@ class MaskTokens(NamedTuple):
 def attention_fn(
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    method: str = "auto",
-    layout: str = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Callable[..., Array]:
     """An `attention_fn` for `nnx.MultiHeadAttention`: exact attention, its tokens sharded over a mesh.
 
@@ -57,7 +58,8 @@ def attention_fn(
 
     Args:
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
+        `context_parallel_attention`.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`. Queries, keys and values come in order; each call arranges them
         and puts the result back in order. `ContextParallelAttention` takes tokens that are arranged once.
       axis_name: the mesh axis of the tokens.

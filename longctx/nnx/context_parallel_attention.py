@@ -15,11 +15,13 @@ from jaxtyping import Float, Int
 
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
+from longctx.kernels.attention.operands import Implementation
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
-from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.context_parallel import Method, context_parallel_attention
+from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import (
     MeshAxes,
     check_axes,
@@ -48,7 +50,8 @@ class ContextParallelAttention(nnx.Module):
       causal: whether a token sees those up to its position only.
       norm_eps: epsilon of `qk_norm`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh` when the module is called.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
+        `context_parallel_attention`.
       layout: the layout into which a call brings queries, keys and values of tokens in order, and the result back, so
         that causal attention is balanced: `"zigzag"` or `"striped"`. `"contiguous"`: they are computed where they
         stand. So a model of many layers has its tokens arranged once, by `shard_sequence`, and gives their positions
@@ -104,12 +107,12 @@ class ContextParallelAttention(nnx.Module):
         causal: bool = True,
         norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
-        method: str = "auto",
-        layout: str = "zigzag",
+        method: Method = "auto",
+        layout: Layout = "zigzag",
         axis_name: str = "context",
         head_axis: str | None = None,
         batch_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,

@@ -11,11 +11,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import ATTENTION_STATE
+from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.partitioning import match_varying
 from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
 from longctx.models.params import Param, Params, map_table, param_shape, param_table
 from longctx.nnx.loss import map_rows, sum_cross_entropy
-from longctx.parallel.context_parallel import METHODS
+from longctx.parallel.context_parallel import METHODS, Method
+from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 
@@ -36,9 +38,9 @@ class Plan:
     model: Llama
     mesh: Mesh | AbstractMesh | None
     axes: MeshAxes | None
-    layout: str
-    method: str
-    implementation: str | None
+    layout: Layout
+    method: Method
+    implementation: Implementation | None
     remat: bool
     chunk_size: int | None
     fsdp: bool = False

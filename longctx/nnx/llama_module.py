@@ -15,17 +15,18 @@ from jaxtyping import Float, Int
 
 from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
-from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.attention.operands import Implementation, check_implementation
 from longctx.models.layer_stacks import LayerRuns, put_together
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
 from longctx.models.validation import MAX_INT32, check_bool, check_integer
 from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
-from longctx.parallel.layout import check_layout
+from longctx.parallel.context_parallel import Method
+from longctx.parallel.layout import Layout, check_layout
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, mesh_with_devices, place
 
-METHODS = ("pass_kv", "pass_q", "all_gather")
+METHODS = ("pass_kv", "pass_q", "all_gather", "ulysses")
 """The exchanges in which tokens stay sharded."""
 
 
@@ -137,12 +138,12 @@ def to_nnx(
     params: Params,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    layout: str = "zigzag",
-    method: str = "pass_kv",
+    layout: Layout = "zigzag",
+    method: Method = "pass_kv",
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     remat: bool = False,
     chunk_size: int | None = None,
     fsdp: bool = False,
@@ -166,7 +167,7 @@ def to_nnx(
       layout: tokens come in order, and are arranged as integers once, not their hidden states in each layer;
         `"zigzag"` balances causal attention. `"contiguous"`: tokens are computed where they stand, so also those that
         `shard_sequence` has arranged (with positions, segments and targets arranged alike).
-      method: the exchange: `"pass_kv"`, `"pass_q"` or `"all_gather"`.
+      method: the exchange: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"ulysses"`.
       axis_name: the mesh axis of the tokens.
       head_axis: the mesh axis of the heads and of the feed-forward. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch; None: every rank computes all of it.

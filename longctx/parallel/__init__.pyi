@@ -27,6 +27,7 @@ from .reshard import shard_sequence as shard_sequence
 from .reshard import unshard_sequence as unshard_sequence
 from .topology import Topology as Topology
 from .topology import find_topology as find_topology
+from .ulysses import ulysses_attention as ulysses_attention
 from .varseq import VarseqPlan as VarseqPlan
 from .varseq import plan_decode as plan_decode
 from .varseq import plan_varseq as plan_varseq

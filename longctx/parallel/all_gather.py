@@ -1,19 +1,17 @@
 """All-gather pass-KV: every rank gathers all keys and values, then attends."""
 
 import dataclasses
-from typing import Any, final
+from typing import final
 
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
-from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, Window
-from longctx.kernels.operand_dtype import wide_dtype
-from longctx.parallel.exchange import AttentionSpec, exchange, gather_tokens, stack_keys
+from longctx.kernels.attention.operands import Arguments, Implementation, Window
+from longctx.kernels.attention.rule import BiasFunction
+from longctx.parallel.exchange import AttentionSpec, ByShard, exchange, gather_tokens, stack_keys
 
 
 def all_gather_kv(
@@ -30,8 +28,9 @@ def all_gather_kv(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
@@ -49,6 +48,7 @@ def all_gather_kv(
     Args:
       q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
 
     Returns:
       (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
@@ -78,7 +78,7 @@ def all_gather_kv(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec, sinks)
 
 
@@ -91,33 +91,17 @@ class AllGatherKV:
     kernel: Kernel
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, _, _, queries, _ = operands
-
-        def step(state: Any, shard: Any) -> Any:
-            kv, keys = shard
-            return self.kernel.forward(Operands(q, kv[0], kv[-1], queries, keys), state), None
-
-        # Zeros made from q, so that they vary over its mesh axes.
-        zeros = jnp.zeros_like(q, wide_dtype(q.dtype), shape=operands.out_shape)
-        state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
-        return lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
+        return ByShard(self.kernel).forward(_gather_shards(operands, self.axis_name))
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        q, _, _, queries, _ = operands
-
-        def step(d_q: Array, shard: Any) -> Any:
-            kv, keys = shard
-            part, *d_kv = self.kernel.backward(Operands(q, kv[0], kv[-1], queries, keys), lse, row_terms, d_out)
-            return d_q + part, stack_keys(*d_kv)
-
-        zeros = jnp.zeros_like(d_out, shape=q.shape)
-        d_q, d_kv = lax.scan(step, zeros, _gather_shards(operands, self.axis_name))
+        gathered = _gather_shards(operands, self.axis_name)
+        d_q, d_kv = ByShard(self.kernel).stacked_backward(gathered, lse, row_terms, d_out)
         d_kv = tuple(lax.psum_scatter(x, self.axis_name) for x in d_kv)
         d_k, d_v = d_kv[0] if len(d_kv) == 1 else d_kv
         return d_q, d_k, d_v
 
 
-def _gather_shards(operands: Operands, axis_name: str) -> tuple[tuple[Array, ...], Tokens]:
+def _gather_shards(operands: Operands, axis_name: str) -> Operands:
     """Gather keys and values `[N, 2, B, S, K, H]` in one message, and their positions and segments in another."""
-    _, k, v, _, keys = operands
-    return tuple(lax.all_gather(x, axis_name) for x in stack_keys(k, v)), gather_tokens(keys, axis_name)
+    kv = tuple(lax.all_gather(x, axis_name) for x in stack_keys(operands.k, operands.v))
+    return operands._replace(k=kv[0], v=kv[-1], keys=gather_tokens(operands.keys, axis_name))

@@ -161,7 +161,7 @@ class Choice:
     """The choice of `choose_ring`, with its reasons.
 
     Attributes:
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`.
       rule: by which it was chosen.
       times: predicted seconds of each method.
       answers: the method that each rule chooses.
@@ -247,6 +247,7 @@ def choose_ring(
     hardware: Hardware | Topology,
     rule: str | EmpiricalRule = "predicted",
     fullest: Integer | None = None,
+    with_ulysses: bool = False,
 ) -> Choice:
     """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or a decode.
 
@@ -257,14 +258,16 @@ def choose_ring(
       model: the heads of one rank; under tensor parallelism, a device's share.
       hardware: one rank; `H100_RDMA` and the like are one GPU. Rates that were achieved predict better than peaks
         (3.4). Or a `Topology`, whose link of the axis `context` counts, for elements of 2 bytes.
-      rule: `"predicted"`: the least predicted time of all four. It counts attention alone: `kvp` needs the queries on
+      rule: `"predicted"`: the least predicted time of all. It counts attention alone: `kvp` needs the queries on
         all ranks, so the layers' other work isn't divided by N. `"algorithm_1"`: equations 1 and 2. `"algorithm_5"`:
         equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h. All but the first
         choose between pass-KV and pass-Q.
       fullest: cached tokens of the rank that has most of them. None: they are sharded evenly.
+      with_ulysses: whether `"ulysses"` may be chosen too, by predicted times, where N divides the query heads.
+        (`context_parallel_attention` has it, an engine has not.)
 
     Returns:
-      A `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
+      A `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range, or there is no such rule; the message
@@ -289,7 +292,7 @@ def choose_ring(
         raise ValueError(f"rule must be an EmpiricalRule or one of {', '.join(RULES)}, got {rule!r}")
     if isinstance(hardware, Topology):
         hardware = hardware.hardware("context")
-    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware, fullest)
+    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware, fullest, with_ulysses)
     new, cached, num_ranks = int(new_tokens), int(cached_tokens), int(num_ranks)
     eq = Thresholds.of(new, num_ranks, model, hardware)
     empirical = rule if isinstance(rule, EmpiricalRule) else paper_rule()

@@ -5,11 +5,11 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -19,6 +19,7 @@ from longctx.annotations import Nested, Real
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import (
     Arguments,
+    Implementation,
     Window,
     check_arrays,
     check_kernel,
@@ -26,25 +27,29 @@ from longctx.kernels.attention.operands import (
     check_sinks,
     flatten,
 )
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
-from longctx.parallel.exchange import AttentionSpec
+from longctx.parallel.exchange import AttentionSpec, check_bias_function
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.layout import check_layout, layout_hops
+from longctx.parallel.layout import Layout, check_layout, layout_hops
 from longctx.parallel.mesh_axes import MeshAxes, batch_axis_of, check_axes, check_mesh, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 from longctx.parallel.topology import hardware_of, is_in_one_host
+from longctx.parallel.ulysses import ulysses_attention
 
 _log = logging.getLogger("longctx.parallel")
 
+Method = Literal["auto", "pass_kv", "pass_q", "all_gather", "kvp", "ulysses"]
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
     "pass_q": ring_pass_q,
     "all_gather": all_gather_kv,
     "kvp": kvp_attention,
+    "ulysses": ulysses_attention,
 }
 
 
@@ -54,8 +59,8 @@ def context_parallel_attention(
     v: Float[ArrayLike, "*B S K Hv"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    method: str = "auto",
-    layout: str = "zigzag",
+    method: Method = "auto",
+    layout: Layout = "zigzag",
     q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
@@ -67,8 +72,9 @@ def context_parallel_attention(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
     hardware: Hardware | None = None,
 ) -> Float[Array, "*B T N Hv"]:
@@ -85,11 +91,13 @@ def context_parallel_attention(
       q: queries, the new tokens, floating point `[*B, T, N, H]`.
       k, v: keys and values, cached and new, `[*B, S, K, H]` and `[*B, S, K, Hv]`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
-      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
-        T new and S - T cached tokens.
-      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`; `"auto"` asks `choose_ring`, for the
+        `hardware`, with T new and S - T cached tokens.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`. (`"ulysses"` has equal work on all ranks in any of them, and
+        leaves tokens where they are.)
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `longctx.kernels.attention`.
-      window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`. With a
+      window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`; `bias` too,
+        as a function alone, of the heads of all ranks. With a
         window and positions that are not given, only those hops of `"pass_kv"` are sent that some query needs.
       axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
@@ -123,7 +131,8 @@ def context_parallel_attention(
     arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     q, k = arguments.q, arguments.k
     value_size = arguments.v.shape[-1]
-    kernel = check_kernel(q, causal, scale, implementation, window, logits_soft_cap, value_size)
+    check_bias_function(bias)
+    kernel = check_kernel(q, causal, scale, implementation, window, logits_soft_cap, value_size, bias)
     rule = kernel.rule
     sinks = check_sinks(sinks, q)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
@@ -154,16 +163,32 @@ def context_parallel_attention(
         # All times but latency grow with the batch.
         latency = hardware.latency * replicas / batch
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
-        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
+        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware, with_ulysses=True)
         _log.info("%s", choice)
-        method = choice.method
+        method = choice.method  # type: ignore[assignment]
+    if method == "ulysses":
+        layout = "contiguous"
     spec = AttentionSpec(
-        axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap
+        axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap, bias
     )
+    if bias is not None and head_axis is not None:
+        spec = spec._replace(bias=_BiasOfRank(bias, head_axis, num_heads // tensor))
     hops = None
     if method == "pass_kv" and rule.window != (None, None) and q_positions is None and kv_positions is None:
         hops = layout_hops(length, num_ranks, layout, causal=rule.causal, window=rule.window)
     return _attend_over_mesh(_StaticArguments(mesh, method, layout, axes, spec, hops), arguments, sinks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BiasOfRank:
+    """A function of heads and positions, for ranks that each have `num_heads` of the heads, along a mesh axis."""
+
+    function: BiasFunction
+    axis_name: str
+    num_heads: int
+
+    def __call__(self, heads: Array, q_positions: Array, kv_positions: Array) -> Array:
+        return self.function(heads + lax.axis_index(self.axis_name) * self.num_heads, q_positions, kv_positions)
 
 
 def _find_hardware(mesh: Mesh | AbstractMesh, axis_name: str) -> Hardware:
@@ -176,8 +201,8 @@ class _StaticArguments(NamedTuple):
     """The static arguments of one call."""
 
     mesh: Mesh | AbstractMesh
-    method: str
-    layout: str
+    method: Method
+    layout: Layout
     axes: MeshAxes
     spec: AttentionSpec
     hops: tuple[int, ...] | None
@@ -196,13 +221,14 @@ def _sharded_attention(
     """Shard over `mesh`, or over the mesh of the context if it is None."""
     arguments, sinks = arrays
     axis_name, num_ranks = static.axes.sequence, static.axes.size(static.axes.sequence)
-    flat_q, flat_k, flat_v, queries, keys = flatten(arguments)
+    flat_q, flat_k, flat_v, queries, keys, _ = flatten(arguments)
     if static.axes.head is not None:
         repeats = max(1, static.axes.size(static.axes.head) // flat_k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP needs its queries on all ranks.
-    q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
+    q_axis = None if static.method == "kvp" else axis_name
+    q_layout: Layout = "contiguous" if q_axis is None else static.layout
 
     def pad_q(x: Array, value: int = 0) -> Array:
         return x if q_axis is None else pad_sequence(x, num_ranks, q_layout, value)

@@ -232,12 +232,28 @@ class LayerCost:
         """Seconds in which all ranks get the `keys` tokens of each."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
+    def exchange_heads(self, rows: Real, keys: Real) -> float:
+        """Seconds in which `rows` and `keys` of each rank become heads of all tokens, and results come back."""
+        n, heads = self.num_ranks, self.model.num_heads
+        copies = kv_head_copies(heads, self.model.num_kv_heads, n)
+        sent = rows * (2 * self.query_bytes + 4 * heads) + keys * copies * self.key_bytes
+        return self.collective((n - 1) / n * sent, count=2)
+
     def merge(self, rows: Real) -> float:
         """Seconds in which the states of `rows` of all ranks are merged, by the cheaper way of `kvp_attention`."""
         n, results = self.num_ranks, self.query_bytes + 4 * self.model.num_heads
         gather = self.collective((n - 1) * rows * self.state_bytes)
         share = math.ceil(rows / n)
         return min(gather, self.collective((n - 1) * share * (self.state_bytes + results), count=2))
+
+
+def kv_head_copies(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """Copies of each KV head that ranks need which have `num_heads / num_ranks` query heads each.
+
+    All query heads of a copy are on one rank, and each rank has equally many copies.
+    """
+    group = num_heads // num_kv_heads
+    return group // math.gcd(num_heads // num_ranks, group)
 
 
 LLAMA3_405B = ModelShape(128, 8, 128)
@@ -316,8 +332,11 @@ def predict_times(
     model: ModelShape,
     hardware: Hardware,
     fullest: Integer | None = None,
+    with_ulysses: bool = False,
 ) -> dict[str, Times]:
     """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
+
+    After them comes `ulysses` if it is asked for and N divides the query heads.
 
     Each exchange sends the bytes that its docstring states. Tokens are sharded evenly, shards are as long as the
     longest (3.5.2), and the work is balanced, as in zigzag. `kvp` has its queries on all ranks already, and uses the
@@ -349,10 +368,10 @@ def predict_times(
     shard = rows + most
     layer = LayerCost(model, hardware, n)
 
-    def compute(queries: int, cached_keys: Real) -> float:
-        """Seconds of the attention of some queries to one shard."""
+    def compute(queries: int, cached_keys: Real, read_share: Real = 1) -> float:
+        """Seconds of the attention of some queries to one shard, of whose KV heads a share is read."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
-        read = (rows + math.ceil(cached_keys)) * layer.key_bytes
+        read = (rows + math.ceil(cached_keys)) * layer.key_bytes * read_share
         return max(flops / hardware.peak_flops, read / hardware.memory_bandwidth)
 
     def gather(num_tokens: int) -> float:
@@ -361,12 +380,17 @@ def predict_times(
     mean, lost = cached / n, hardware.contention
     here = mean if fullest is None else most
     keys, queries = layer.hop(shard * layer.key_bytes), layer.hop(rows * layer.query_bytes)
-    return {
+    times = {
         "pass_kv": Times(n, compute(rows, mean), keys, 0.0, gather(shard), lost),
         "pass_q": Times(n, compute(rows, here), queries, layer.send_states(rows), gather(rows), lost),
         "all_gather": Times(n, compute(rows, mean), 0.0, layer.gather_keys(shard), gather(shard)),
         "kvp": Times(1, compute(new, here), 0.0, layer.merge(new), 0.0),
     }
+    if with_ulysses and model.num_heads % n == 0:
+        # The queries of all ranks, with an n-th of the heads.
+        attention = compute(rows, mean, kv_head_copies(model.num_heads, model.num_kv_heads, n) / n)
+        times["ulysses"] = Times(n, attention, 0.0, layer.exchange_heads(rows, shard), gather(rows + shard))
+    return times
 
 
 @dataclasses.dataclass(frozen=True)

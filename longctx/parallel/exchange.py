@@ -1,8 +1,9 @@
 """Parts that all exchanges share: the check of arguments, gathered positions and segments, states as messages."""
 
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,15 @@ from longctx.kernels.attention.operands import (
     Arguments,
     Window,
     check_arrays,
+    check_bias,
     check_kernel,
     check_out_dtype,
     check_sinks,
     flatten,
 )
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.kernels.merge import with_sinks
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.partitioning import match_varying
 
 
@@ -31,10 +35,11 @@ class AttentionSpec(NamedTuple):
     axis_name: str
     causal: bool
     scale: Real | None
-    implementation: str | None
+    implementation: str | Sequence[str] | None
     out_dtype: DTypeLike | None
     window: Window | None = None
     logits_soft_cap: Real | None = None
+    bias: BiasFunction | None = None
 
     def check(self, arrays: Arguments) -> tuple[Kernel, Operands, jnp.dtype]:
         """Check one rank's arguments, flatten their batch dimensions and cast them to vary over the axis.
@@ -43,31 +48,60 @@ class AttentionSpec(NamedTuple):
           ValueError, TypeError: an argument is wrong; the message names it.
         """
         axis_name, q = self.axis_name, arrays.q
-        try:
-            num_ranks = lax.axis_size(axis_name) if isinstance(axis_name, str) else 0
-        except NameError:
-            num_ranks = 0
-        if not num_ranks:
-            raise ValueError(
-                f"axis_name must be a mesh axis of the jax.shard_map that this is called in, got {axis_name!r}"
-            )
+        check_axis("axis_name", axis_name)
         for name in ("q_positions", "kv_positions"):
             if self.causal and getattr(arrays, name) is None:
                 raise ValueError(
                     f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
                     "(longctx.parallel.shard_positions does)"
                 )
+        check_bias_function(self.bias)
         operands = flatten(check_arrays(*arrays, self.causal))
+        operands = operands._replace(bias=check_bias(self.bias, operands.q, operands.k))
         kernel = check_kernel(
-            q, self.causal, self.scale, self.implementation, self.window, self.logits_soft_cap, arrays.v.shape[-1]
+            q,
+            self.causal,
+            self.scale,
+            self.implementation,
+            self.window,
+            self.logits_soft_cap,
+            arrays.v.shape[-1],
+            self.bias,
         )
-        for name, x in (("k", arrays.k), ("v", arrays.v)):
-            if num_ranks > 1 and is_replicated(x, axis_name):
-                raise ValueError(
-                    f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
-                    f"{axis_name!r}: its keys would count {num_ranks} times"
-                )
+        check_shards(arrays, axis_name)
         return kernel, match_varying(operands, axis_name), check_out_dtype(self.out_dtype, q.dtype)
+
+
+def check_axis(argument: str, axis_name: Any) -> None:
+    """Check that an argument names a mesh axis of the `jax.shard_map` that this is called in."""
+    try:
+        num_ranks = lax.axis_size(axis_name) if isinstance(axis_name, str) else 0
+    except NameError:
+        num_ranks = 0
+    if not num_ranks:
+        raise ValueError(
+            f"{argument} must be a mesh axis of the jax.shard_map that this is called in, got {axis_name!r}"
+        )
+
+
+def check_shards(arrays: Arguments, axis_name: str) -> None:
+    """Check that each rank of an axis has keys and values of its own."""
+    num_ranks = lax.axis_size(axis_name)
+    for name, x in (("k", arrays.k), ("v", arrays.v)):
+        if num_ranks > 1 and is_replicated(x, axis_name):
+            raise ValueError(
+                f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
+                f"{axis_name!r}: its keys would count {num_ranks} times"
+            )
+
+
+def check_bias_function(bias: Any) -> None:
+    """Check that a bias is a function, or None."""
+    if bias is not None and not callable(bias):
+        raise NotImplementedError(
+            "bias must be a function of heads and positions where keys are divided over ranks, got an array of scores: "
+            "longctx.kernels.attention takes one"
+        )
 
 
 def exchange(
@@ -94,8 +128,54 @@ def finish(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype, sinks: Ar
 
 
 def stack_keys(k: Array, v: Array) -> tuple[Array, ...]:
-    """Return k and v as one array, a single message; or as they are where their head sizes differ."""
-    return (jnp.stack([k, v]),) if k.shape == v.shape else (k, v)
+    """Return k and v as one array, a single message; or as they are where their head sizes differ.
+
+    The new dimension is before `[B, S, K, H]`, and after that of shards, if there is one.
+    """
+    return (jnp.stack([k, v], -5),) if k.shape == v.shape else (k, v)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ByShard:
+    """A kernel that attends to shards one by one, as each is sorted by (segment, position) and all of them are not.
+
+    Keys and values have a dimension of shards in front, `[R, B, S, K, H]`, and so have their tokens.
+    """
+
+    kernel: Kernel
+
+    def forward(self, operands: Operands, state: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
+        q, k, v, queries, keys, bias = operands
+
+        def step(state: tuple[Array, Array], shard: Any) -> tuple[tuple[Array, Array], None]:
+            kv, keys = shard
+            return self.kernel.forward(Operands(q, kv[0], kv[-1], queries, keys, bias), state), None
+
+        if state is None:
+            # Zeros made from q, so that they vary over its mesh axes.
+            zeros = jnp.zeros_like(q, wide_dtype(q.dtype), shape=operands.out_shape)
+            state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
+        return lax.scan(step, state, ((k,) if k is v else (k, v), keys))[0]
+
+    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
+        d_q, d_kv = self.stacked_backward(operands, lse, row_terms, d_out)
+        d_k, d_v = jnp.moveaxis(d_kv[0], 1, 0) if len(d_kv) == 1 else d_kv
+        return d_q, d_k, d_v
+
+    def stacked_backward(
+        self, operands: Operands, lse: Array, row_terms: Array, d_out: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Return d_q, and d_k and d_v as `stack_keys` returns them."""
+        q, k, v, queries, keys, bias = operands
+
+        def step(d_q: Array, shard: Any) -> tuple[Array, tuple[Array, ...]]:
+            kv, keys = shard
+            beside = Operands(q, kv[0], kv[-1], queries, keys, bias)
+            part, *d_kv = self.kernel.backward(beside, lse, row_terms, d_out)
+            return d_q + part, stack_keys(*d_kv)
+
+        return lax.scan(step, jnp.zeros_like(d_out, shape=q.shape), ((k,) if k is v else (k, v), keys))
 
 
 def is_replicated(x: Array, axis_name: str) -> bool:

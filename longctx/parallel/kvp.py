@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from longctx.kernels import merge_states
 from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, Window
+from longctx.kernels.attention.operands import Arguments, Implementation, Window
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.exchange import AttentionSpec, finish, is_varying, pack_state, unpack_states
 
@@ -36,14 +37,15 @@ def kvp_attention(
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
     group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
-    merge: str = "auto",
+    merge: Literal["auto", "gather", "all_to_all"] = "auto",
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
@@ -62,6 +64,7 @@ def kvp_attention(
         used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
         worth of a second collective.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
 
     Returns:
       (out `[*B, T, N, Hv]`, lse `[*B, T, N]` float32), the same on all ranks of a group. With one group, their types
@@ -95,7 +98,7 @@ def kvp_attention(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     kernel, operands, out_dtype = spec.check(arrays)
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
@@ -168,6 +171,7 @@ class _GroupedOperands(NamedTuple):
     v: Array
     queries: Tokens
     keys: Tokens
+    bias: Array | None
     groups: Array | None
 
 
@@ -192,16 +196,14 @@ class KVP:
     out_dtype: jnp.dtype
 
     def forward(self, operands: _GroupedOperands) -> tuple[Array, Array]:
-        state = self.kernel.forward(Operands(*operands[:5]))
+        state = self.kernel.forward(Operands(*operands[:6]))
         return self._combine(state, operands.groups, _merge_members, self.out_dtype)
 
-    def backward(
-        self, operands: _GroupedOperands, lse: Array, row_terms: Array, d_out: Array
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, operands: _GroupedOperands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, ...]:
         # A replicated result has one cotangent. Otherwise each rank has its own, and they add up.
         if operands.groups is not None or not is_varying(operands.q, self.axis_name):
             d_out, row_terms = self._combine((d_out, row_terms), operands.groups, _sum_members, lse.dtype)
-        return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
+        return self.kernel.backward(*match_varying((Operands(*operands[:6]), lse, row_terms, d_out)))
 
     def _combine(
         self, state: tuple[Array, Array], groups: Array | None, combine: _Combiner, dtype: DTypeLike

@@ -1,13 +1,16 @@
 """Which rank computes which token of a sequence: contiguous, zigzag or striped."""
 
+from typing import Literal, get_args
+
 import numpy as np
 
 from longctx.annotations import Integer
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
-def layout_shards(length: Integer, num_shards: Integer, layout: str) -> list[np.ndarray]:
+def layout_shards(length: Integer, num_shards: Integer, layout: Layout) -> list[np.ndarray]:
     """The tokens of each shard, ascending. Shards differ by one token at most, and the longer ones come first.
 
     * `contiguous`: each shard has one run of tokens. In a causal sequence the last shard has most keys to attend to.
@@ -51,7 +54,7 @@ def layout_shards(length: Integer, num_shards: Integer, layout: str) -> list[np.
     return [np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(num_shards)]
 
 
-def check_layout(num_shards: Integer, layout: str) -> None:
+def check_layout(num_shards: Integer, layout: Layout) -> None:
     """Raise ValueError for an unknown layout or a wrong number of shards."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -59,7 +62,7 @@ def check_layout(num_shards: Integer, layout: str) -> None:
         raise ValueError(f"num_shards must be a positive integer, got {num_shards!r}")
 
 
-def shard_order(length: Integer, num_shards: Integer, layout: str) -> np.ndarray:
+def shard_order(length: Integer, num_shards: Integer, layout: Layout) -> np.ndarray:
     """`layout_shards` as one array `[num_shards, ceil(length / num_shards)]`, padded with -1."""
     shards = layout_shards(length, num_shards, layout)
     order = np.full((num_shards, -(-length // num_shards)), -1)
@@ -71,7 +74,7 @@ def shard_order(length: Integer, num_shards: Integer, layout: str) -> np.ndarray
 def layout_hops(
     length: Integer,
     num_shards: Integer,
-    layout: str = "zigzag",
+    layout: Layout = "zigzag",
     *,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
@@ -115,7 +118,7 @@ def layout_hops(
     return tuple(sorted(hops))
 
 
-def shard_positions(length: Integer, num_shards: Integer, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:
+def shard_positions(length: Integer, num_shards: Integer, layout: Layout = "zigzag") -> tuple[np.ndarray, np.ndarray]:
     """Positions and segments of one sequence in the order of `shard_sequence`.
 
     Args:

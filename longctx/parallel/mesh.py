@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,20 +14,32 @@ from jax.sharding import PartitionSpec as P
 from longctx.parallel.topology import AXES
 
 
-def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-    """Make a mesh of the first `stage * context * tensor` devices, with axes of type Auto.
+def make_mesh(
+    stage: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    *,
+    data: int | None = None,
+    names: Mapping[str, str] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+) -> Mesh:
+    """Make a mesh of the first `stage * context * tensor` devices, or of `data` times as many.
 
     `tensor` runs fastest, because it communicates most: it gets neighbouring devices, those of one host. `context` is
-    next.
+    next, `data` slowest.
 
     Args:
       stage, context, tensor: devices of the pipeline, of the ring, and of tensor parallelism.
+      data: devices of data parallelism, the first axis. None: there is no such axis.
+      names: names of your own for some of the axes, such as `{"context": "sp"}`.
+      axis_type: of all axes; with `AxisType.Explicit`, types of arrays say how they are sharded.
 
     Returns:
-      A mesh of the axes `stage`, `context` and `tensor`, for `jax.shard_map` and the functions of this package.
+      A mesh of the axes `stage`, `context` and `tensor`, for `jax.shard_map` and the functions of this package, and
+      `jax.set_mesh`. The engine takes a mesh of these axes alone.
 
     Raises:
-      ValueError: a size is not a positive integer, or there are too few devices.
+      ValueError: a size is not a positive integer, there are too few devices, or a name is twice or of no axis.
 
     Examples:
       >>> from longctx.parallel import make_mesh, use_devices
@@ -35,15 +47,22 @@ def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
       >>> mesh = make_mesh(context=4, tensor=2)
       >>> dict(mesh.shape)
       {'stage': 1, 'context': 4, 'tensor': 2}
+      >>> dict(make_mesh(context=4, data=2, names={"context": "sp"}).shape)
+      {'data': 2, 'stage': 1, 'sp': 4, 'tensor': 1}
     """
-    sizes = dict(zip(AXES, (stage, context, tensor), strict=True))
+    sizes = ({} if data is None else {"data": data}) | dict(zip(AXES, (stage, context, tensor), strict=True))
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
     needed, devices = math.prod(sizes.values()), jax.devices()
     if needed > len(devices):
-        raise ValueError(f"stage * context * tensor must be at most the number of devices, {len(devices)}, got {sizes}")
-    return Mesh(np.array(devices[:needed]).reshape(stage, context, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+        product = " * ".join(sizes)
+        raise ValueError(f"{product} must be at most the number of devices, {len(devices)}, got {sizes}")
+    own = names or {}
+    if not own.keys() <= sizes.keys() or len({own.get(name, name) for name in sizes}) < len(sizes):
+        raise ValueError(f"names must give different names to some of the axes {', '.join(sizes)}, got {names!r}")
+    axes = [own.get(name, name) for name in sizes]
+    return Mesh(np.array(devices[:needed]).reshape(*sizes.values()), axes, axis_types=(axis_type,) * len(axes))
 
 
 def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

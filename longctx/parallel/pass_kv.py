@@ -11,8 +11,9 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, Window
-from longctx.parallel.exchange import AttentionSpec, exchange, stack_keys
+from longctx.kernels.attention.operands import Arguments, Implementation, Window
+from longctx.kernels.attention.rule import BiasFunction
+from longctx.parallel.exchange import AttentionSpec, ByShard, exchange, stack_keys
 from longctx.parallel.ring import check_hops, fold_ring, fold_ring_and_return, tokens_by_hop
 
 
@@ -30,8 +31,9 @@ def ring_pass_kv(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
     hops: Sequence[int] | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -57,6 +59,7 @@ def ring_pass_kv(
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       axis_name: the mesh axis of N ranks that forms the ring.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
       hops: the hops after which some rank's keys are seen by this or another rank's queries, as `layout_hops` finds
         them for a window: keys of others don't travel. None: all N.
 
@@ -89,7 +92,7 @@ def ring_pass_kv(
       True
     """
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
 
     def algorithm(kernel: Kernel) -> PassKV:
         num_ranks = lax.axis_size(axis_name)
@@ -104,23 +107,24 @@ class PassKV:
     """The `Algorithm` of `ring_pass_kv`: `kernel` computes on each rank of the mesh axis."""
 
     axis_name: str
-    kernel: Kernel
+    kernel: Kernel | ByShard
     hops: tuple[int, ...]
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, k, v, queries, keys = operands
+        q, k, v, queries, keys, bias = operands
 
         def step(state: Any, block: tuple[Array, ...], keys: Tokens, source: Array) -> Any:
-            return self.kernel.forward(Operands(q, block[0], block[-1], queries, keys), state)
+            return self.kernel.forward(Operands(q, block[0], block[-1], queries, keys, bias), state)
 
         keys_of = tokens_by_hop(keys, self.axis_name, self.hops)
-        return fold_ring(stack_keys(k, v), keys_of, step, self.axis_name, hops=self.hops)
+        return fold_ring(stack_keys(k, v), keys_of, step, self.axis_name, None, self.hops, True)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        q, k, v, queries, keys = operands
+        q, k, v, queries, keys, bias = operands
 
         def step(d_q: Array | None, block: tuple[Array, ...], keys: Tokens) -> Any:
-            part, *d_kv = self.kernel.backward(Operands(q, block[0], block[-1], queries, keys), lse, row_terms, d_out)
+            beside = Operands(q, block[0], block[-1], queries, keys, bias)
+            part, *d_kv = self.kernel.backward(beside, lse, row_terms, d_out)
             return (part if d_q is None else d_q + part), tuple(d_kv)
 
         d_q, (d_k, d_v) = fold_ring_and_return(stack_keys(k, v), keys, step, self.axis_name, self.hops)

@@ -14,7 +14,8 @@ from longctx.annotations import Nested, Real
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Arguments, Window
+from longctx.kernels.attention.operands import Arguments, Implementation, Window
+from longctx.kernels.attention.rule import BiasFunction
 from longctx.parallel.exchange import AttentionSpec, exchange, pack_state, unpack_states
 from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
@@ -33,8 +34,9 @@ def ring_pass_q(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: BiasFunction | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -57,6 +59,7 @@ def ring_pass_q(
     Args:
       q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
       decode: whether every query belongs to a sequence of its own, see above.
 
     Returns:
@@ -92,7 +95,7 @@ def ring_pass_q(
             f"q {np.shape(q)} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
     arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap)
+    spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
 
     def algorithm(kernel: Kernel) -> PassQ:
         return PassQ(axis_name, kernel.beside_hops(lax.axis_size(axis_name)), decode)
@@ -110,21 +113,21 @@ class PassQ:
     decode: bool
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, k, v, queries, keys = operands
+        q, k, v, queries, keys, bias = operands
         block_forward = _decode_forward if self.decode else Kernel.forward
 
         def attend_local(q: Array, queries: Tokens) -> tuple[Array, Array]:
-            return block_forward(self.kernel, Operands(q, k, v, queries, keys))
+            return block_forward(self.kernel, Operands(q, k, v, queries, keys, bias))
 
         queries_of = tokens_by_hop(queries, self.axis_name)
         return pass_q_forward(q, queries_of, attend_local, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        q, k, v, queries, keys = operands
+        q, k, v, queries, keys, bias = operands
 
         def step(d_kv: Any, block: tuple[Array, ...], queries: Tokens) -> Any:
             q, *of_results = block
-            d_q, *parts = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
+            d_q, *parts = self.kernel.backward(Operands(q, k, v, queries, keys, bias), *of_results)
             return (parts if d_kv is None else [x + y for x, y in zip(d_kv, parts, strict=True)]), (d_q,)
 
         block = (q, lse, row_terms, d_out)
@@ -154,7 +157,7 @@ def pass_q_forward(
             partials = jnp.zeros_like(part, shape=(num_ranks, part.size))
         return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
-    partials = fold_ring((q,), queries_of, step, axis_name)
+    partials = fold_ring((q,), queries_of, step, axis_name, may_loop=True)
     partials = lax.all_to_all(partials, axis_name, 0, 0, tiled=True)
     return merge_states(*unpack_states(partials, shape))
 

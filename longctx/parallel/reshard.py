@@ -8,11 +8,11 @@ from jax import Array, lax
 from jaxtyping import Shaped
 
 from longctx.annotations import Integer, Real
-from longctx.parallel.layout import shard_order
+from longctx.parallel.layout import Layout, shard_order
 
 
 def shard_sequence(
-    x: Array | np.ndarray, num_shards: Integer, layout: str = "zigzag", axis: int = 1, pad_value: Real = 0
+    x: Array | np.ndarray, num_shards: Integer, layout: Layout = "zigzag", axis: int = 1, pad_value: Real = 0
 ) -> Array:
     """Reorder a sequence so that its N equal parts along `axis` are the shards of a layout.
 
@@ -46,7 +46,7 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: Array | np.ndarray, num_shards: Integer, layout: str = "zigzag", axis: int = 1, length: int | None = None
+    x: Array | np.ndarray, num_shards: Integer, layout: Layout = "zigzag", axis: int = 1, length: int | None = None
 ) -> Array:
     """Undo `shard_sequence`.
 
@@ -87,13 +87,13 @@ def _check_axis(x: Array | np.ndarray, axis: int) -> int:
     return axis % x.ndim
 
 
-def padded_length(length: int, num_ranks: int, layout: str) -> int:
+def padded_length(length: int, num_ranks: int, layout: Layout) -> int:
     """The length to which a sequence is padded, so that all pieces that ranks exchange are equally long."""
     pieces = {"contiguous": num_ranks, "zigzag": 2 * num_ranks, "striped": num_ranks**2}[layout]
     return math.ceil(length / pieces) * pieces
 
 
-def pad_sequence(x: Shaped[Array, "B T *rest"], num_ranks: int, layout: str, value: int = 0) -> Array:
+def pad_sequence(x: Shaped[Array, "B T *rest"], num_ranks: int, layout: Layout, value: int = 0) -> Array:
     """Return x with `padded_length` entries along axis 1, the new ones of this value; outside `shard_map`."""
     missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
     widths = [(0, missing * (axis == 1)) for axis in range(x.ndim)]
@@ -102,7 +102,7 @@ def pad_sequence(x: Shaped[Array, "B T *rest"], num_ranks: int, layout: str, val
     return jnp.pad(x - value, widths) + value if value else jnp.pad(x, widths)
 
 
-def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
+def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: Layout) -> Shaped[Array, "B L *rest"]:
     """Exchange this rank's contiguous part of a sequence for its shard in the layout, inside `shard_map`.
 
     Zigzag sends half-shards in two permutes, striped one all-to-all: L tokens at most leave a rank.
@@ -124,7 +124,7 @@ def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str
     return x
 
 
-def reshard_to_contiguous(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
+def reshard_to_contiguous(x: Shaped[Array, "B L *rest"], axis_name: str, layout: Layout) -> Shaped[Array, "B L *rest"]:
     """Undo `reshard_to_layout`."""
     n = lax.axis_size(axis_name)
     if n == 1:

@@ -1,6 +1,7 @@
 """The ring: blocks travel from rank to rank while each rank computes with the block it has."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.barrier import hold
 from longctx.parallel.exchange import gather_tokens
 
+MOST_UNROLLED = 8
+"""Hops of the longest ring that is unrolled. A loop takes those of a longer one, but the ends: each hop compiles."""
 
-def ring_source(axis_name: str, hop: int) -> Array:
+
+def ring_source(axis_name: str, hop: int | Array) -> Array:
     """The rank whose block is on this rank after `hop` hops."""
     return (lax.axis_index(axis_name) - hop) % lax.axis_size(axis_name)
 
@@ -60,7 +64,7 @@ def check_hops(hops: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None = None) -> Callable[[int], Tokens]:
+def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None = None) -> Callable[[Any], Tokens]:
     """A function from a hop to the positions and segments of the block that is on this rank after it.
 
     Those of all ranks are gathered at once, as they take 8 bytes a token, unless few hops are taken; hop 0 reads this
@@ -73,35 +77,59 @@ def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None =
     if lax.axis_size(axis_name) == 1:
         return lambda hop: tokens
     gathered = gather_tokens(tokens, axis_name)
-    return lambda hop: Tokens(*(x[ring_source(axis_name, hop)] for x in gathered)) if hop else tokens
+    is_own = lambda hop: isinstance(hop, int) and hop == 0  # noqa: E731
+    return lambda hop: tokens if is_own(hop) else Tokens(*(x[ring_source(axis_name, hop)] for x in gathered))
 
 
 def fold_ring(
     block: tuple[Array, ...],
-    tokens_of: Callable[[int], Any],
+    tokens_of: Callable[[Any], Any],
     step: Callable[[Any, tuple[Array, ...], Any, Array], Any],
     axis_name: str,
     state: Any = None,
     hops: tuple[int, ...] | None = None,
+    may_loop: bool = False,
 ) -> Any:
     """Fold `state = step(state, block, tokens, source)` over the blocks of all ranks, this rank's own first.
 
     Each of the N - 1 permutes is issued before the step that hides it. Without the barrier a compiler issues all
     permutes at once, holds N blocks, and hides only the last one. `tokens_of` is as `tokens_by_hop` makes it. Given
-    `hops`, the blocks that come after other hops are left out.
+    `hops`, the blocks that come after other hops are left out. With `may_loop`, a hop may be traced, and states after
+    all hops have one type.
     """
-    for hop, following in _with_following(hops, axis_name):
-        arriving = () if following is None else ring_shift(axis_name, *block, by=following - hop)
+
+    def take(hop: Any, ahead: int, carry: Any) -> Any:
+        block, state = carry
+        arriving = ring_shift(axis_name, *block, by=ahead) if ahead else ()
         state = step(state, block, tokens_of(hop), ring_source(axis_name, hop))
-        if arriving:
-            block, state = hold(arriving, state)
-    return state
+        return hold(arriving, state) if ahead else (block, state)
+
+    pairs = _with_following(hops, axis_name)
+    looped = _looped(pairs, 1) if may_loop else range(0)
+    carry = block, state
+    for hop, ahead in pairs:
+        if hop not in looped:
+            carry = take(hop, ahead, carry)
+        elif hop == looped.start:
+            carry = lax.fori_loop(*_bounds(looped), lambda hop, carry: take(hop, 1, carry), carry)
+    return carry[1]
 
 
-def _with_following(hops: tuple[int, ...] | None, axis_name: str) -> list[tuple[int, int | None]]:
-    """Pairs of each hop and the hop after it; None: it is the last one."""
+def _with_following(hops: tuple[int, ...] | None, axis_name: str) -> list[tuple[int, int]]:
+    """Pairs of each hop, and how many ranks ahead the block goes after it; 0: it is the last one."""
     hops = tuple(range(lax.axis_size(axis_name))) if hops is None else hops
-    return list(zip(hops, (*hops[1:], None), strict=True))
+    return [(hop, following - hop) for hop, following in zip(hops, (*hops[1:], hops[-1]), strict=True)]
+
+
+def _looped(pairs: list[tuple[int, int]], first: int) -> range:
+    """The hops that a loop takes, from `first` to the last but one; none of a short ring, or one that skips hops."""
+    is_long = len(pairs) > MOST_UNROLLED and all(ahead == 1 for _, ahead in pairs[:-1])
+    return range(first, len(pairs) - 1) if is_long else range(0)
+
+
+def _bounds(hops: range) -> tuple[np.int32, np.int32]:
+    """The first hop and the one after the last, in the type of `lax.axis_index`."""
+    return np.int32(hops.start), np.int32(hops.stop)
 
 
 def fold_ring_and_return(
@@ -115,24 +143,28 @@ def fold_ring_and_return(
 
     The sums follow their block one hop behind, so that steps hide both: N - 1 messages hold a block and N - 1 sums.
     """
-    state: Any = None
-    own: tuple[Array, ...] = ()
-    total: tuple[Array, ...] = ()
-    pairs = _with_following(hops, axis_name)
-    last, behind = pairs[-1][0], 0
     tokens_of = tokens_by_hop(tokens, axis_name, hops)
-    for hop, following in pairs:
-        ahead = 0 if following is None else following - hop
+
+    def take(hop: Any, ahead: int, behind: int, carry: Any) -> Any:
+        block, state, total = carry
         arriving, total = _shift_both(axis_name, block if ahead else (), ahead, total, behind)
         state, share = step(state, block, tokens_of(hop))
-        if hop == 0:
-            own = share
-        else:
-            total = _add(total, share) if total else share
+        total = _add(total, share) if total else share
         if ahead:
-            block, (state, own, total) = hold(arriving, (state, own, total))
-        behind = ahead
-    return state, _add(own, ring_shift(axis_name, *total, by=-last)) if total else own
+            block, (state, total) = hold(arriving, (state, total))
+        return block, state, total
+
+    pairs = _with_following(hops, axis_name)
+    looped = _looped(pairs, 2)
+    block, state, own = take(*pairs[0], 0, (block, None, ()))
+    carry: Any = block, state, ()
+    for (_, behind), (hop, ahead) in itertools.pairwise(pairs):
+        if hop not in looped:
+            carry = take(hop, ahead, behind, carry)
+        elif hop == looped.start:
+            carry = lax.fori_loop(*_bounds(looped), lambda hop, carry: take(hop, 1, 1, carry), carry)
+    _, state, total = carry
+    return state, _add(own, ring_shift(axis_name, *total, by=-pairs[-1][0])) if total else own
 
 
 def _shift_both(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longctx.annotations import Integer
-from longctx.parallel.layout import check_layout, layout_shards
+from longctx.parallel.layout import Layout, check_layout, layout_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def plan_varseq(
     new_lengths: Sequence[int] | np.ndarray,
     cached_lengths: Sequence[int] | np.ndarray | None,
     num_shards: Integer,
-    layout: str = "zigzag",
+    layout: Layout = "zigzag",
     cached_ranks: np.ndarray | None = None,
 ) -> VarseqPlan:
     """Shard the new tokens of packed sequences over ranks, each sequence by the layout; cached tokens may lie anywhere.
@@ -159,7 +159,7 @@ def shard_tokens(
     new_lengths: Sequence[int] | np.ndarray,
     cached_lengths: Sequence[int] | np.ndarray,
     num_shards: Integer,
-    layout: str = "zigzag",
+    layout: Layout = "zigzag",
 ) -> list[np.ndarray]:
     """The new tokens of each rank, ascending, as in `plan_varseq`. The work doesn't grow with cached tokens."""
     new, cached = _check_lengths("new_lengths", new_lengths), _check_lengths("cached_lengths", cached_lengths)
@@ -202,7 +202,7 @@ def plan_decode(num_sequences: Integer, step: Integer, num_shards: Integer) -> n
 
 
 def _assign_tokens(
-    new: np.ndarray, cached: np.ndarray, num_shards: Integer, layout: str
+    new: np.ndarray, cached: np.ndarray, num_shards: Integer, layout: Layout
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Each rank's new tokens, ascending, and its scores.
 

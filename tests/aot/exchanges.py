@@ -148,6 +148,17 @@ def test_memory_of_gradients_does_not_grow_with_the_ranks() -> None:
     assert eight < 1.02 * four
 
 
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compute", [ring_pass_kv, pytest.param(ring_pass_q, marks=pytest.mark.slow)])
+def test_a_ring_of_64_is_a_loop_whose_permutes_are_hidden(compute: Callable[..., object], backward: bool) -> None:
+    """One of the first hop and one of the loop, and backward those of three hops at its ends; as long as one of 9."""
+    few, many = (program(compute, ranks, backward).as_text() for ranks in (9, 64))
+    found = [x for x in collectives(many, 64) if x.opcode == "collective-permute"]
+    assert len(found) == (7 if backward else 2)
+    assert all(map(is_hidden, found))
+    assert len(many.splitlines()) < 1.05 * len(few.splitlines())
+
+
 def naive_ring(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-def]
     """As one would write it: unrolled, and nothing that orders the hops."""
     n = lax.axis_size("context")

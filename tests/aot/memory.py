@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine import memory
 from longctx.serving.executor.page_fit import PageFit
 from longctx.serving.executor.step_shapes import StepShapes
-from longctx.serving.runner.device_memory import DeviceMemory
+from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.model_runner import abstract_state
 from longctx.serving.runner.step import step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
@@ -45,17 +46,16 @@ def test_8b_fits_or_is_refused_before_it_is_loaded(
     """An 80 GB device takes every preset."""
     found = device_memory(physical, share)
     monkeypatch.setattr(DeviceMemory, "of", lambda devices: found)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: found.limit)
     mesh, config = h100_mesh(stage=1, context=1, tensor=1), PRESETS[preset]
     arguments: Any = Console(False), Llama(LLAMA), config, ParallelPlan(), mesh, jnp.dtype(jnp.bfloat16)
     if preset == "meta" and physical == 24 * GIB:
-        with pytest.raises(ValueError, match="token-budget"):
+        with pytest.raises(ValueError, match=r"token.budget"):
             check_memory(*arguments)
         return
     pages = check_memory(*arguments)
     needed = memory.estimate(Llama(LLAMA), config, mesh, jnp.bfloat16, pages, LLAMA.max_positions)
     assert needed.total <= found.limit
-    assert needed.params + needed.pages <= found.program_limit
+    assert needed.weights + needed.pages <= found.program_limit
     assert pages * config.page_size > (100_000 if physical == 80 * GIB else 8192 if share == 0.9 else 3000)
     assert "by estimation" in capsys.readouterr().err
 
@@ -64,7 +64,7 @@ def compile_step(llama: LlamaConfig, config: EngineConfig, mesh: Mesh, pages: in
     """The programs of the largest steps, as `ModelRunner` compiles them."""
     entries, dtype = -(-length // config.page_size), jnp.dtype(jnp.bfloat16)
     shapes = StepShapes(llama, config, ParallelPlan(), pages, entries, 2)
-    sizes = config.max_running, entries, sum(shapes.largest)
+    sizes = config.max_running, entries, sum(config.step_rows(ParallelPlan()).largest)
     state = abstract_state(llama, mesh, dtype, dtype, pages, config.page_size, *sizes)
     params, programs, sections = abstract_params(mesh, dtype, llama), [], (0, 0)
     for shape in shapes.largest_shapes():
@@ -81,11 +81,12 @@ def check_fit(
     mesh, rounds = h100_mesh(physical, stage=1, context=1, tensor=1), []
     params = memory.param_bytes(Llama(llama), mesh, jnp.bfloat16)
     found = device_memory(physical, 0.9, params)
-    fit = PageFit(
-        lambda: memory.memory_use(Llama(llama), config, mesh, jnp.bfloat16, found, length),
-        memory.most_pages(config, length),
-        memory.steps_in_flight(config),
-    )
+
+    def measure() -> MemoryUse:
+        with mock.patch.object(DeviceMemory, "of", return_value=found):
+            return memory.estimate(Llama(llama), config, mesh, jnp.bfloat16, 0, length, is_loaded=True)
+
+    fit = PageFit(measure, memory.most_pages(config, length), memory.steps_in_flight(config))
 
     def compile_largest(pages: int) -> list[Any]:
         capfd.readouterr()

@@ -1,12 +1,13 @@
 """A sending engine without devices: pages are arrays of random numbers, complete as the test says."""
 
+import secrets
 import threading
 import time
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.transfer.lease import LeaseGone, make_lease_id
+from longctx.cluster.transfer.lease import LeaseGone
 from longctx.serving.kv_cache.connector import PageBlock, PageFetch, assemble
 from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
@@ -64,7 +65,7 @@ class FakeEngine:
         raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] * bits.itemsize), np.uint8)
         length = num_pages * self.layout.page_size - (self.layout.page_size - tail if tail else 0)
         keys = make_keys(num_pages, seed)
-        lease_id = lease_id or make_lease_id()
+        lease_id = lease_id or secrets.token_hex(16)
         lease = Lease(lease_id, keys, length)
         with self._lock:
             self.leases[lease.lease_id] = lease, raw.view(bits)

@@ -10,7 +10,7 @@ import pytest
 from cluster.fake_engine import LAYOUT, FakeEngine, Taker, make_keys, wait_until
 
 from longctx.cluster.engine_messenger import EngineMessenger
-from longctx.cluster.transfer import PageSender, TransferOptions, make_lease_id
+from longctx.cluster.transfer import PageSender, TransferOptions
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.kv_cache.page_layout import PageSlice
 
@@ -60,7 +60,7 @@ def halves() -> Iterator[tuple[list[FakeEngine], list[PageSender]]]:
 
 
 def lend(engines: list[FakeEngine]) -> tuple[Any, np.ndarray]:
-    lease_id = make_lease_id()
+    lease_id = "0" * 32
     first, _ = (each.add(9, lease_id=lease_id) for each in engines)
     return first
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from longctx.kernels import attention
+from longctx.kernels import attention, plan_attention
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -24,13 +24,20 @@ class Case(NamedTuple):
     d_lse: np.ndarray
 
 
-# Static arguments, of which each compiles.
+def alibi(head: jax.Array, q_position: jax.Array, kv_position: jax.Array) -> jax.Array:
+    return -jnp.asarray([0.1, 0.5, 0.02, 0.3])[head % 4] * jnp.abs(q_position - kv_position)
+
+
+# Static arguments, of which each compiles. The array of a bias is data.
 RULES: dict[str, dict[str, Any]] = {
     "causal": {},
     "all": {"causal": False},
     "window": {"window": (40, 0)},
     "both sides": {"window": (9, 130), "causal": False},
     "soft cap": {"logits_soft_cap": 1.5, "window": 300},
+    "bias of heads": {"bias": alibi, "causal": False},
+    "bias of all": {"logits_soft_cap": 1.5},
+    "bias of keys": {"causal": False},
 }
 
 # (batch, T, S, K, G, H, and the head size of values where it differs): each compiles once, and everything else about a
@@ -64,11 +71,16 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[Any], rules: Sequence[str] 
 
     rows, keys = (*batch, q_length, kv_heads * group), (*batch, kv_length, kv_heads)
     shapes_of = {"q": (*rows, head_size), "k": (*keys, head_size), "v": (*keys, value_size)}
+    rule = draw(st.sampled_from(sorted(rules)))
+    if rule == "bias of all":
+        shapes_of["bias"] = (*batch, rows[-1], q_length, kv_length)
+    elif rule == "bias of keys":
+        shapes_of["bias"] = (rows[-1], 1, kv_length)
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes_of.items()}
     return Case(
         arrays=arrays,
         masks=_masks(rng, layout, padding, batch, q_length, kv_length),
-        rule=draw(st.sampled_from(sorted(rules))),
+        rule=rule,
         d_out=rng.standard_normal((*rows, value_size)),
         d_lse=rng.standard_normal(rows),
     )
@@ -141,10 +153,13 @@ def _values_and_gradients(
     return results | {f"d{name}": grad for name, grad in grads.items()}
 
 
+planned = jax.jit(plan_attention, static_argnames=("causal", "window", "implementation"))
+
+
 def run(case: Case, dtype: object, implementation: str, gradients: bool = True) -> dict[str, np.ndarray]:
     """Values and gradients as float64; computed in `dtype`, results asked for in float32 or wider.
 
-    Values alone are computed without `jax.jit`.
+    Values alone are computed without `jax.jit`, but for the plan, whose operations would compile one by one.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays.items()}
@@ -153,7 +168,11 @@ def run(case: Case, dtype: object, implementation: str, gradients: bool = True) 
         d_out, d_lse = (jnp.asarray(x, wide) for x in (case.d_out, case.d_lse))
         results = _values_and_gradients(arrays, masks, d_out, d_lse, case.rule, implementation)
     else:
-        results = _values(arrays, masks, case.rule, implementation, wide)
+        options = RULES[case.rule]
+        visible = {name: options[name] for name in ("causal", "window") if name in options}
+        plan = planned(arrays["q"], arrays["k"], **masks, **visible, implementation=implementation)
+        out, lse = attention(**arrays, **options, plan=plan, out_dtype=wide)
+        results = {"out": out, "lse": lse}
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 

@@ -1,5 +1,6 @@
 """Drawn ragged batches for `paged_attention`, and their results by the float64 oracle."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from longctx.kernels import attention, merge_states, paged_attention
+from longctx.kernels import attention, merge_states, paged_attention, plan_paged_attention
 from longctx.kernels.bits import to_bits
 
 
@@ -110,6 +111,7 @@ def make_case(
     return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), k_pages, v_pages, metadata)
 
 
+planned = jax.jit(plan_paged_attention, static_argnums=0, static_argnames=("window", "implementation", "q_dtype"))
 compiled = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype", "window", "logits_soft_cap"))
 
 
@@ -121,7 +123,13 @@ def run(
     if bits:
         k_pages, v_pages = to_bits(k_pages), to_bits(v_pages)
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
-    out, lse = (compiled if jit else paged_attention)(
+    call: Any = compiled
+    if not jit:
+        tables = [x for name, x in metadata.items() if name != "first_page"]
+        window = RULES[case.rule].get("window")
+        plan = planned(q.shape[1], k_pages, *tables, window=window, implementation=implementation, q_dtype=q.dtype)
+        call = functools.partial(paged_attention, plan=plan)
+    out, lse = call(
         q,
         k_pages,
         v_pages,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import SHAPES, Case, Shape, cases, error, oracle, run
+from paged_cases import SHAPES, Case, Shape, cases, error, oracle, planned, run
 
 from longctx.kernels import explain, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.fp8_rows import dequantize_rows, join_packed, pack_rows, split_packed, unpack_rows
@@ -40,7 +40,12 @@ def run_fp8(
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     bits = {name: x.view(np.uint8) if name.endswith("pages") else x for name, x in pages.items()}
     wide = jnp.promote_types(dtype, jnp.float32)
-    out, lse = attend(jnp.asarray(case.q, dtype), **bits, **metadata, implementation=implementation, out_dtype=wide)
+    q = jnp.asarray(case.q, dtype)
+    if attend is paged_attention:  # without `jax.jit`, but for the plan, whose operations would compile one by one
+        tables = [x for name, x in metadata.items() if name != "first_page"]
+        plan = planned(q.shape[1], bits["k_pages"], *tables, implementation=implementation, q_dtype=q.dtype)
+        metadata["plan"] = plan
+    out, lse = attend(q, **bits, **metadata, implementation=implementation, out_dtype=wide)
     return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
 

@@ -99,14 +99,14 @@ def check(
     queries, keys = tokens(length, q_positions, q_segments), tokens(kv_length, kv_positions, kv_segments)
     wide_q, wide_kv, d_out = (x.astype(jnp.float32) for x in (q, kv, d_out))
     rule = AttentionRule(causal, scale, window)
-    out, lse = reference_attention(wide_q, *wide_kv, queries, keys, rule)
+    out, lse = jax.jit(reference_attention, static_argnums=5)(wide_q, *wide_kv, queries, keys, rule)
     d_lse = jnp.asarray(numbers.standard_normal(lse.shape), jnp.float32)
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
 
     kv, wide_kv = (x[:, :, : kv_length - others] for x in (kv, wide_kv))
     keys = Tokens(*(x[:, : kv_length - others] for x in keys))
     rest = (queries, keys, rule, lse, row_terms, d_out)
-    want = [np.asarray(x) for x in reference_backward(wide_q, *wide_kv, *rest)]
+    want = [np.asarray(x) for x in jax.jit(reference_backward, static_argnums=5)(wide_q, *wide_kv, *rest)]
     with adapter.interpreted(detect_races=True):
         got = mosaic_gpu_backward(q, *((kv, kv) if together else kv), *rest)
     for name, x, expected in zip(("d_q", "d_k", "d_v"), got, want, strict=True):

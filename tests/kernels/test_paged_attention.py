@@ -25,6 +25,54 @@ def test_reference_is_attention_to_contiguous_keys(case: Case) -> None:
         assert error(run(case, jnp.float64, "reference"), dense(case, jnp.float64)) < 1e-13
 
 
+def gradients(case: Case, dtype: Any, implementation: str) -> list[np.ndarray]:
+    """Gradients of q, k_pages and v_pages, as float64."""
+
+    def weighted(*arrays: jax.Array) -> jax.Array:
+        out, lse = paged_attention(*arrays, **metadata, **RULES[case.rule], implementation=implementation)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)))
+
+    metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
+    arrays = [jnp.asarray(x, dtype) for x in case[:3]]
+    return [np.asarray(x, np.float64) for x in jax.jit(jax.grad(weighted, (0, 1, 2)))(*arrays)]
+
+
+def check_gradients(case: Case, dtype: Any, implementation: str, bound: float) -> None:
+    """The bound is relative to the size: a shared page sums over sequences."""
+    with jax.enable_x64(True):
+        want = gradients(case, jnp.float64, "reference")
+    for one, other in zip(gradients(case, dtype, implementation), want, strict=True):
+        assert np.abs(one - other).max() <= bound * np.abs(other).max(initial=1.0)
+
+
+@given(cases((SHAPES[0], SHAPES[3]), tuple(RULES)))
+@settings(max_examples=4)
+def test_gradients_through_pages(case: Case) -> None:
+    check_gradients(case, jnp.float32, "xla", 2e-5)
+
+
+@pytest.mark.slow
+@given(cases(SHAPES, tuple(RULES)))
+@settings(max_examples=40)
+def test_gradients_through_pages_of_any_shape(case: Case) -> None:
+    check_gradients(case, jnp.float32, "xla", 2e-5)
+
+
+def test_gradients_of_pages_of_bits_and_of_fp8() -> None:
+    """Bits have none, q has; FP8 pages say that there is none."""
+    case = make_case(SHAPES[3], np.random.default_rng(0), np.full(4, 30), np.arange(5) % 4, np.full(5, 29))
+    q, k_pages, v_pages = (jnp.nan_to_num(jnp.asarray(x, jnp.bfloat16)) for x in case[:3])
+
+    def loss(q: jax.Array, *pages: jax.Array, **scales: jax.Array) -> jax.Array:
+        return jnp.sum(paged_attention(q, *pages, **case.metadata, **scales)[0].astype(jnp.float32))
+
+    got = jax.grad(loss)(q, to_bits(k_pages), to_bits(v_pages))
+    np.testing.assert_array_equal(got, jax.grad(loss)(q, k_pages, v_pages))
+    fp8, scale = k_pages.astype(jnp.float8_e4m3fn), jnp.ones((len(k_pages), 2, 1))
+    with pytest.raises(NotImplementedError, match="paged_attention has no gradient where pages are FP8"):
+        jax.grad(loss)(q, fp8, fp8, k_scale=scale, v_scale=scale)
+
+
 class TestXla(PagedAttentionTestBase):
     implementation = "xla"
     examples, half_examples, merge_examples = 5, 2, 2
@@ -168,7 +216,7 @@ CALL = {
         (
             {"implementation": "fast"},
             ValueError,
-            r"implementation must be None or one of \['mosaic_gpu', 'reference', 'xla'\]",
+            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'xla'\], or",
         ),
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
         ({"plan": 3}, TypeError, "plan must be what plan_paged_attention returns, got int"),

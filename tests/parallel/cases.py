@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -11,6 +13,11 @@ from longctx.parallel import layout_shards, plan_decode, plan_varseq
 NEW, KEYS, HEAD_SIZE = 16, 96, 8
 KINDS = ("full", "prefix", "packed", "decode")
 LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def alibi(head: jax.Array, q_position: jax.Array, kv_position: jax.Array) -> jax.Array:
+    """Bias that tells up to 24 heads apart."""
+    return -(0.5 ** (jnp.arange(1.0, 25.0) / 3)[head]) * jnp.abs(q_position - kv_position)
 
 
 class Tokens(NamedTuple):

@@ -1,6 +1,7 @@
 """Choosing an exchange: the paper's equations by hand, its tables 4 and 5, and what must hold for any numbers."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -236,17 +237,48 @@ def test_algorithms_are_monotone(
 def test_times_are_monotone(
     new: int, cached: int, more: int, ranks: int, model: ModelShape, hardware: Hardware
 ) -> None:
-    times = predict_times(new, cached, ranks, model, hardware)
-    longer = [predict_times(new + a, cached + b, ranks, model, hardware) for a, b in ((more, 0), (0, more))]
-    faster = predict_times(new, cached, ranks, model, dataclasses.replace(hardware, bandwidth=hardware.bandwidth * 2))
+    predict = functools.partial(predict_times, num_ranks=ranks, model=model, with_ulysses=True)
+    times = predict(new, cached, hardware=hardware)
+    longer = [predict(new + a, cached + b, hardware=hardware) for a, b in ((more, 0), (0, more))]
+    faster = predict(new, cached, hardware=dataclasses.replace(hardware, bandwidth=hardware.bandwidth * 2))
     for method, time in times.items():
         assert time.total > 0
         assert time.exposed >= 0
         assert all(other[method].total >= time.total * (1 - 1e-12) for other in longer)
         assert faster[method].exposed <= time.exposed
         assert ranks > 1 or time.exposed == 0
-    choice = choose_ring(new, cached, ranks, model, hardware)
+    choice = choose_ring(new, cached, ranks, model, hardware, with_ulysses=True)
     assert choice.times[choice.method].total == min(time.total for time in times.values())
+
+
+def test_ulysses_by_hand() -> None:
+    """Ranks that have 4 of 32 query heads each, and two with a KV head: 7/8 of q, out, lse, and k and v twice."""
+    model = ModelShape(num_heads=32, num_kv_heads=4, head_size=128)
+    link = Hardware(1e30, bandwidth=1.0)
+    times = predict_times(8000, 16_000, 8, model, link, with_ulysses=True)["ulysses"]
+    rows, keys = 1000, 3000
+    sent = rows * (2 * 32 * 128 * 2 + 32 * 4) + 2 * keys * 2 * 4 * 128 * 2
+    assert times.collective == pytest.approx(7 / 8 * sent)
+    assert times.tokens == pytest.approx(7 * 8 * (rows + keys))
+    assert times.send == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "tokens", "method"),
+    [
+        (ModelShape(32, 32, 128), 8, 32_768, "ulysses"),  # all heads distinct: a ring sends 8 times as much
+        (ModelShape(32, 8, 128), 8, 8192, "ulysses"),
+        (ModelShape(32, 32, 128), 8, 1_000_000, "pass_kv"),  # hidden
+        (GPU, 8, 8192, "all_gather"),  # one KV head, which all ranks need
+        (ModelShape(36, 36, 128), 8, 32_768, "all_gather"),  # 8 ranks don't divide 36 heads
+    ],
+)
+def test_where_ulysses_is_cheapest(model: ModelShape, ranks: int, tokens: int, method: str) -> None:
+    hardware = Topology.preset("h100-rdma")
+    choice = choose_ring(tokens, 0, ranks, model, hardware, with_ulysses=True)
+    assert choice.method == method
+    assert ("ulysses" in choice.times) == ("ulysses" in str(choice)) == (model.num_heads % ranks == 0)
+    assert "ulysses" not in choose_ring(tokens, 0, ranks, model, hardware).times
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -1,8 +1,10 @@
 """Context-parallel attention of whole arrays on all kinds of meshes, against the oracle."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from longctx.parallel import H100_RDMA, context_parallel_attention, layout_hops,
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
 from longctx.parallel.topology import hardware_of
 
-METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
+METHODS = ("pass_kv", "pass_q", "all_gather", "kvp", "ulysses")
 
 
 def arrays(heads: int, kv_heads: int, new: int, cached: int, batch: tuple[int, ...] = ()) -> list[jax.Array]:
@@ -27,7 +29,7 @@ def arrays(heads: int, kv_heads: int, new: int, cached: int, batch: tuple[int, .
 
 def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: object) -> None:
     """Values and gradients, under jit."""
-    names = "positions", "ids", "window", "soft_cap", "sinks", "causal"
+    names = "positions", "ids", "window", "soft_cap", "sinks", "causal", "bias"
     masks = {name: x for name, x in arguments.items() if name.endswith(names)}
 
     def loss(compute, q: jax.Array, k: jax.Array, v: jax.Array):  # type: ignore[no-untyped-def]
@@ -51,7 +53,8 @@ def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, *
 def test_one_axis_and_a_cached_prefix(method: str) -> None:
     """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
     positions = {"q_positions": 21 + np.arange(37), "kv_positions": np.arange(58)}
-    compare(make_mesh(context=5), *arrays(4, 2, 37, 21), method=method, layout="zigzag", **positions)
+    heads = 10 if method == "ulysses" else 4
+    compare(make_mesh(context=5), *arrays(heads, 2, 37, 21), method=method, layout="zigzag", **positions)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +101,28 @@ def test_the_choice_is_for_the_devices_of_the_mesh(
         pytest.param("pass_q", "contiguous", 8, marks=pytest.mark.slow),
         pytest.param("all_gather", "zigzag", 2, marks=pytest.mark.slow),
         ("kvp", "striped", 2),
+        ("ulysses", "striped", 2),
     ],
 )
 def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
     """One ring for each KV head group; with fewer KV heads than tensor ranks, they are repeated."""
     compare(make_mesh(context=2, tensor=4), *arrays(8, kv_heads, 27, 0, (2,)), method=method, layout=layout)
+
+
+def test_ranks_of_both_axes_have_their_heads_of_biases_and_sinks() -> None:
+    """Of 8 heads those of a tensor rank are divided once more."""
+    options = {"bias": cases.alibi, "sinks": jnp.linspace(-1, 2, 8), "window": (9, 0)}
+    compare(make_mesh(context=2, tensor=2), *arrays(8, 2, 27, 0, (2,)), method="ulysses", **options)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 6])
+def test_auto_takes_ulysses_where_it_sends_less(kv_heads: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Over a slow link, with all heads distinct; 4 ranks don't divide 6 heads."""
+    q, k, v = arrays(kv_heads, kv_heads, 64, 0)
+    slow = dataclasses.replace(H100_RDMA, bandwidth=1e6, latency=0.0)
+    caplog.set_level("INFO", "longctx.parallel")
+    jax.eval_shape(lambda: context_parallel_attention(q, k, v, mesh=make_mesh(context=4), hardware=slow))
+    assert caplog.messages[-1].startswith("ulysses, by predicted") == (kv_heads == 8)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -223,7 +243,7 @@ Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
         (
             {"method": "ring"},
             ValueError,
-            "method must be 'auto' or one of pass_kv, pass_q, all_gather, kvp, got",
+            "method must be 'auto' or one of pass_kv, pass_q, all_gather, kvp, ulysses, got",
         ),
         ({"layout": "spiral"}, ValueError, "layout must be one of contiguous, zigzag, striped, got 'spiral'"),
         (
@@ -264,3 +284,18 @@ def test_make_mesh_takes_the_first_devices_and_rejects_too_many() -> None:
         make_mesh(context=3, tensor=3)
     with pytest.raises(ValueError, match="tensor must be a positive integer, got 0"):
         make_mesh(tensor=0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_with_data_and_names_of_ones_own(kind: AxisType) -> None:
+    mesh = make_mesh(context=2, tensor=2, data=2, names={"context": "sp", "tensor": "tp"}, axis_type=kind)
+    assert mesh.shape == {"data": 2, "stage": 1, "sp": 2, "tp": 2}
+    assert mesh.devices.ravel().tolist() == jax.devices()[:8]
+    with jax.set_mesh(mesh):
+        q, k = (jax.device_put(np.asarray(x[None].repeat(2, 0)), P("data")) for x in (Q, K))
+        out = context_parallel_attention(q, k, k, method="pass_kv", axis_name="sp", head_axis="tp", batch_axis="data")
+    dense = attention(Q, K, K)[0]
+    np.testing.assert_allclose(np.asarray(out), np.asarray(dense)[None].repeat(2, 0), atol=1e-5)
+    for names in ({"ring": "sp"}, {"context": "tensor"}):
+        with pytest.raises(ValueError, match="names must give different names to some of the axes data, stage"):
+            make_mesh(data=2, names=names)

@@ -1,6 +1,7 @@
 """Every exchange against the float64 oracle: values, lse and gradients. Layouts, caches and packing are data."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, plan_varseq, ring_pass_kv, ring_pass_q
+from longctx.parallel import (
+    all_gather_kv,
+    kvp_attention,
+    make_mesh,
+    plan_varseq,
+    ring,
+    ring_pass_kv,
+    ring_pass_q,
+    ulysses_attention,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -25,21 +35,32 @@ EXCHANGES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "all_gather": all_gather_kv,
     "kvp_gather": functools.partial(kvp_attention, merge="gather"),
     "kvp_all_to_all": functools.partial(kvp_attention, merge="all_to_all"),
+    "ulysses": ulysses_attention,
+    "usp": functools.partial(ulysses_attention, ring_axis="stage"),  # two groups
 }
 RANKS = (1, 2, 3, 4, 5, 8)
 HEADS = {1: (2, 2), 4: (8, 2), 8: (8, 1)}  # query and KV heads by their ratio
 # Of the grid, a number of ranks and a head ratio with each exchange. A ring is unrolled, so that a long one takes long
-# to compile; that of keys has two lengths.
+# to compile; that of keys has two lengths. The dense one is compiled once for each pair.
 SUBSET = [
     ("pass_kv", 2, 1),
     ("pass_kv", 5, 4),
     ("pass_q", 3, 8),
-    ("pass_q_decode", 4, 1),
-    ("all_gather", 2, 8),
+    ("pass_q_decode", 3, 8),
+    ("all_gather", 2, 1),
     ("kvp_gather", 8, 4),
-    ("kvp_all_to_all", 5, 1),
+    ("kvp_all_to_all", 5, 4),
+    ("ulysses", 2, 1),
+    ("ulysses", 4, 4),  # more ranks than KV heads
+    ("usp", 4, 8),
 ]
-GRID = [(exchange, ranks, ratio) for exchange in EXCHANGES for ranks in RANKS for ratio in HEADS]
+GRID = [
+    (exchange, ranks, ratio)
+    for exchange in EXCHANGES
+    for ranks in RANKS
+    for ratio in HEADS
+    if exchange != "usp" or ranks % 2 == 0
+]
 
 
 @functools.cache
@@ -53,11 +74,13 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
             return attention(q, k, v, **masks, sinks=sinks, implementation="reference", **dict(options))
 
     else:
-        q_spec = P() if exchange.startswith("kvp") else P("context")
+        groups = 2 if exchange == "usp" else 1
+        spec = P(("stage", "context"))
+        q_spec = P() if exchange.startswith("kvp") else spec
         compute = jax.shard_map(
             lambda *arrays: EXCHANGES[exchange](*arrays[:-1], sinks=arrays[-1], axis_name="context", **dict(options)),
-            mesh=make_mesh(context=ranks),
-            in_specs=(q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context"), P()),
+            mesh=make_mesh(stage=groups, context=ranks // groups),
+            in_specs=(q_spec, spec, spec, q_spec, spec, q_spec, spec, P()),
             out_specs=q_spec,
         )
 
@@ -84,9 +107,10 @@ def check(
     lengths: tuple[int, int] = (cases.NEW, cases.KEYS),
     value_size: int = cases.HEAD_SIZE,
     sinks: bool = False,
+    heads: tuple[int, int] | None = None,
     **options: Any,
 ) -> None:
-    heads, kv_heads = HEADS[ratio]
+    heads, kv_heads = heads or heads_of(exchange, ranks, ratio)
     rng = np.random.default_rng(seed)
     q_shape = (ranks * lengths[0], heads, cases.HEAD_SIZE)
     kv_shape = (ranks * lengths[1], kv_heads)
@@ -114,6 +138,14 @@ def check(
         np.testing.assert_allclose(got[finite], want[name][finite], rtol=0, atol=1e-5 * size, err_msg=name)
 
 
+def heads_of(exchange: str, ranks: int, ratio: int) -> tuple[int, int]:
+    """Query and KV heads of a ratio, for Ulysses so many that the ranks of a group divide the query heads."""
+    heads, kv_heads = HEADS[ratio]
+    divisor = {"ulysses": ranks, "usp": ranks // 2}.get(exchange, 1)
+    times = divisor // math.gcd(heads, divisor)
+    return times * heads, times * kv_heads
+
+
 def thinned(names: Iterable[str], *kept: str) -> list[Any]:
     """Parameters of a test that is slow but for those kept: they attend to each part with the same code."""
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
@@ -130,12 +162,30 @@ def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.Data
     check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
 
 
-@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather"))
+@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather", "ulysses"))
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=3)
-def test_window_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
-    tokens = data.draw(cases.tokens(3, kinds(exchange)))
-    check(exchange, 3, 4, tokens, seed, value_size=5, sinks=True, window=(9, 0), logits_soft_cap=1.5)
+def test_window_bias_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:
+    ranks = 6 if exchange == "usp" else 3
+    tokens = data.draw(cases.tokens(ranks, kinds(exchange)))
+    options = {"window": (9, 0), "logits_soft_cap": 1.5, "bias": cases.alibi}
+    check(exchange, ranks, 4, tokens, seed, value_size=5, sinks=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "heads"),
+    [
+        ("ulysses", 3, (12, 4)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("ulysses", 4, (24, 6)), ("usp", 6, (12, 4)))),
+    ],
+)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=3)
+def test_ranks_that_neither_divide_kv_heads_nor_are_a_multiple(
+    exchange: str, ranks: int, heads: tuple[int, int], data: st.DataObject, seed: int
+) -> None:
+    """Ranks share some of the KV heads, whose gradients are sums."""
+    check(exchange, ranks, 0, data.draw(cases.tokens(ranks)), seed, heads=heads)
 
 
 @pytest.mark.slow
@@ -151,7 +201,7 @@ def test_agrees_with_oracle_on_the_grid(exchange: str, ranks: int, ratio: int, d
 @pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv"))
 def test_many_tiles_and_blocks_of_keys(exchange: str) -> None:
     """Several blocks of queries and of keys on each rank, the last of either moved back; a prefix and two sequences."""
-    ranks, new, keys = 3, 300, 700
+    ranks, new, keys = 4 if exchange == "usp" else 3, 300, 700
     plan = plan_varseq([700, 150], [0, 900], ranks)
     fill = [new - plan.q_indices.shape[1]] * 2 + [keys - plan.kv_indices.shape[1]] * 2
     fields = (plan.q_positions, plan.q_segment_ids, plan.kv_positions, plan.kv_segment_ids)
@@ -165,6 +215,15 @@ def test_many_tiles_and_blocks_of_keys(exchange: str) -> None:
     check(exchange, ranks, 4, cases.Tokens(q_positions, kv_positions, q_segments, kv_segments), 0, lengths=(new, keys))
 
 
+@pytest.mark.parametrize("exchange", thinned(("pass_kv", "pass_q"), "pass_kv"))
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=2)
+def test_a_ring_whose_middle_hops_are_a_loop(exchange: str, data: st.DataObject, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "MOST_UNROLLED", 4)
+        check(exchange, 5, 1, data.draw(cases.tokens(5)), seed, scale=0.3)  # of no other test, so compiled here
+
+
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_no_queries_or_no_keys_anywhere(exchange: str, lengths: tuple[int, int]) -> None:
@@ -173,8 +232,11 @@ def test_no_queries_or_no_keys_anywhere(exchange: str, lengths: tuple[int, int])
     check(exchange, 2, 4, empty, 0, lengths=lengths)
 
 
-@pytest.mark.parametrize("exchange", thinned(("pass_kv", "pass_q", "all_gather", "kvp_gather"), "pass_q"))
+@pytest.mark.parametrize(
+    "exchange", thinned(("pass_kv", "pass_q", "all_gather", "kvp_gather", "ulysses", "usp"), "pass_q", "usp")
+)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=3)
 def test_without_a_causal_mask(exchange: str, data: st.DataObject, seed: int) -> None:
-    check(exchange, 3, 4, data.draw(cases.tokens(3)), seed, causal=False)
+    ranks = 4 if exchange == "usp" else 3
+    check(exchange, ranks, 4, data.draw(cases.tokens(ranks)), seed, causal=False)

@@ -19,6 +19,7 @@ from longctx.parallel import (
     ring_pass_q,
     shard_positions,
     shard_sequence,
+    ulysses_attention,
     unshard_sequence,
 )
 
@@ -127,6 +128,25 @@ def test_bf16_error_does_not_grow_with_the_ranks(compute) -> None:  # type: igno
     assert errors[-1] <= 1.2 * errors[0], errors
 
 
+def test_gradients_of_copies_of_kv_heads_are_as_exact_as_those_of_one_device_in_bf16() -> None:
+    """Of one KV head each of 8 ranks has a copy, whose gradients are summed in bf16."""
+    rng, positions, mesh = np.random.default_rng(0), jnp.arange(256), make_mesh(context=8)
+    arrays = [jnp.asarray(rng.standard_normal((256, heads, 16)), jnp.bfloat16) for heads in (8, 1, 1)]
+    sharded = jax.shard_map(
+        lambda q, k, v, p: ulysses_attention(q, k, v, p, p)[0], mesh=mesh, in_specs=P("context"), out_specs=P("context")
+    )
+
+    def gradients(compute, dtype):  # type: ignore[no-untyped-def]
+        loss = lambda *x: jnp.sum(jnp.sin(3 * compute(*x).astype(jnp.float32)))  # noqa: E731
+        return [np.asarray(x, np.float64) for x in jax.grad(loss, (0, 1, 2))(*(x.astype(dtype) for x in arrays))]
+
+    exact = functools.partial(attention, implementation="reference")
+    wants, denses = (gradients(lambda *x: exact(*x)[0], dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    gots = gradients(jax.jit(lambda *x: sharded(*x, positions)), jnp.bfloat16)
+    for got, dense, want in zip(gots, denses, wants, strict=True):
+        assert np.abs(got - want).max() <= 2.5 * np.abs(dense - want).max() + 2e-3
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_decode_row_reads_its_own_sequence_alone(decode: bool) -> None:
     """Sequences 0 and 2 are asked for, two rows have none: 1, all NaN, is not read. As one block it would be."""
@@ -149,11 +169,11 @@ def test_a_decode_row_reads_its_own_sequence_alone(decode: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [ring_pass_kv, kvp_attention])
+@pytest.mark.parametrize("compute", [ring_pass_kv, kvp_attention, ulysses_attention])
 def test_gradients_without_type_checks(compute) -> None:  # type: ignore[no-untyped-def]
     """`check_vma=False` says nothing about what is replicated: gradients are right all the same."""
     replicates = compute is kvp_attention
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 24, 2, 8))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 24, 3, 8))
     positions = jnp.arange(24)
     q_spec = P() if replicates else P("context")
 
@@ -172,13 +192,13 @@ def test_gradients_without_type_checks(compute) -> None:  # type: ignore[no-unty
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_ring_over_one_batch_with_positions_for_all_and_segments_for_each() -> None:
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
+@pytest.mark.parametrize("compute", [ulysses_attention, pytest.param(ring_pass_kv, marks=pytest.mark.slow)])
+def test_one_batch_with_positions_for_all_and_segments_for_each(compute) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 3, 8))
     positions, segments = jnp.arange(24), jnp.array([[0] * 10 + [1] * 14, [0] * 24])
     P_row = P(None, "context")
     mapped = jax.shard_map(
-        lambda q, k, v, p, s: ring_pass_kv(q, k, v, p, p, s, s)[0],
+        lambda q, k, v, p, s: compute(q, k, v, p, p, s, s)[0],
         mesh=make_mesh(context=3),
         in_specs=(P_row, P_row, P_row, P("context"), P_row),
         out_specs=P_row,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q, ulysses_attention
 
-EXCHANGES = [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention]
+EXCHANGES = [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention, ulysses_attention]
 Q, K, TOKENS = jnp.ones((8, 4, 8)), jnp.ones((8, 2, 8)), jnp.arange(8)
 
 
@@ -37,7 +37,7 @@ def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
         ((Q, K, K, TOKENS), {}, ValueError, "kv_positions must be given when causal"),
         ((Q, K, K, TOKENS, jnp.arange(6)), {}, ValueError, r"kv_positions must have the shape \(4,\)"),
         ((Q, K, K[:6], TOKENS, TOKENS), {}, ValueError, "k and v must have one shape"),
-        ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None, one of"),
         ((Q, K, K, TOKENS, TOKENS), {"scale": float("nan")}, ValueError, "scale must be a finite number"),
         ((Q, K, K, TOKENS, TOKENS), {"out_dtype": jnp.int8}, TypeError, "out_dtype must be a floating-point type"),
         ((Q, K, K, TOKENS, TOKENS, TOKENS), {}, ValueError, "must be given both or neither"),
@@ -71,6 +71,24 @@ def test_kvp_needs_the_same_queries_everywhere() -> None:
 def test_wrong_arguments_of_kvp(static: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         trace(kvp_attention, Q, K, K, TOKENS, TOKENS, replicated=(0, 3), **static)
+
+
+@pytest.mark.parametrize(
+    ("heads", "static", "message"),
+    [
+        (3, {}, "the 2 ranks of axis_name 'context' must divide q's 3 heads"),
+        (4, {"ring_axis": "host"}, "ring_axis must be a mesh axis of the jax.shard_map .* got 'host'"),
+        (4, {"ring_axis": "context"}, "ring_axis must be another mesh axis than axis_name, got 'context'"),
+        (4, {"ring_axis": "stage"}, "k must be a shard of its own on each rank.* replicated over 'stage'"),
+    ],
+)
+def test_wrong_arguments_of_ulysses(heads: int, static: dict[str, Any], message: str) -> None:
+    q, mesh = jnp.ones((8, heads, 8)), make_mesh(stage=2, context=2)
+    mapped = jax.shard_map(
+        functools.partial(ulysses_attention, **static), mesh=mesh, in_specs=P("context"), out_specs=P("context")
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, q, q, q, TOKENS, TOKENS)
 
 
 def test_decode_needs_a_sequence_for_each_row() -> None:

@@ -22,6 +22,7 @@ from longctx.parallel import (
     make_mesh,
     ring_pass_kv,
     ring_pass_q,
+    ulysses_attention,
 )
 from longctx.parallel.context_parallel import METHODS
 from longctx.parallel.cost import predict_times
@@ -102,14 +103,15 @@ def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
     }
 
 
-@pytest.mark.parametrize("method", ["pass_kv", "pass_q", "all_gather", "kvp"])
+@pytest.mark.parametrize("method", ["pass_kv", "pass_q", "all_gather", "kvp", "ulysses"])
 def test_the_cost_model_counts_the_bytes_of_compiled_programs(method: str) -> None:
     """A link of 1 byte/s and a device that computes in no time."""
-    ranks, hardware = 3, Hardware(peak_flops=1e30, bandwidth=1.0, bytes_per_element=4)
+    ranks, hardware = 4 if method == "ulysses" else 3, Hardware(peak_flops=1e30, bandwidth=1.0, bytes_per_element=4)
     exchange = functools.partial(kvp_attention, merge="all_to_all") if method == "kvp" else METHODS[method]
     program = compiled(exchange, ranks, replicated=method == "kvp")
     new = T if method == "kvp" else ranks * T
-    times = predict_times(new, ranks * (S - T), ranks, ModelShape(HEADS, KV_HEADS, SIZE), hardware)[method]
+    model = ModelShape(HEADS, KV_HEADS, SIZE)
+    times = predict_times(new, ranks * (S - T), ranks, model, hardware, with_ulysses=True)[method]
     assert times.exposed == pytest.approx(sum(size for _, size in sent(program, ranks).values()))
 
 
@@ -154,6 +156,41 @@ def test_all_gather_sends_kv_at_once_and_their_gradients_home(ranks: int) -> Non
     assert sent(compiled(all_gather_kv, ranks), ranks) == {"all-gather": (2, (ranks - 1) * KV_BYTES)}
     backward = sent(compiled(all_gather_kv, ranks, backward=True), ranks)
     assert backward["reduce-scatter"] == (1, (ranks - 1) * (KV_BYTES - 8 * S))
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (8, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_ulysses_sends_each_rank_its_heads(ranks: int, copies: int) -> None:
+    """Queries, keys and values in one message, out and lse home; KV heads as often as there are ranks for each.
+
+    Backward the first message again, and d_out and the three gradients, in place of out and lse.
+    """
+    share, states = (ranks - 1) / ranks, T * HEADS * SIZE * 4
+    there = states + S * 2 * KV_HEADS * copies * SIZE * 4
+    tokens = (2, (ranks - 1) * 8 * (T + S))
+    home = states + T * HEADS * 4
+    assert sent(compiled(ulysses_attention, ranks), ranks) == {
+        "all-to-all": (3, share * (there + home)),
+        "all-gather": tokens,
+    }
+    backward = sent(compiled(ulysses_attention, ranks, backward=True), ranks)
+    assert backward == {"all-to-all": (3, share * (2 * there + states)), "all-gather": tokens}
+
+
+def test_usp_sends_keys_between_groups_alone() -> None:
+    """Two groups of two: a rank sends the other group the keys of its heads, once."""
+    mesh = make_mesh(stage=2, context=2)
+    spec = P(("stage", "context"))
+    mapped = jax.shard_map(
+        functools.partial(ulysses_attention, ring_axis="stage"), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    shapes = [(4 * T, HEADS, SIZE), *[(4 * S, KV_HEADS, SIZE)] * 2]
+    arguments = [jax.ShapeDtypeStruct(x, "f4", sharding=NamedSharding(mesh, spec)) for x in shapes]
+    arguments += [jax.ShapeDtypeStruct((x,), "i4", sharding=NamedSharding(mesh, spec)) for x in (4 * T, 4 * S)]
+    totals = sent(jax.jit(mapped).lower(*arguments).compile(), 2)
+    assert totals["collective-permute"] == (1, S * 2 * KV_HEADS * SIZE * 4)
+    of_tokens = 8 * (T + S + 2 * S)  # in a group, and those of the group's keys
+    assert totals["all-gather"] == (3, of_tokens)
+    assert totals["all-to-all"] == (3, (T * HEADS * (2 * SIZE + 1) + S * 2 * KV_HEADS * SIZE) * 4 / 2)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])

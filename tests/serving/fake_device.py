@@ -216,10 +216,9 @@ class FakeExecutor(DeviceExecutor):
     """Runs fake devices in virtual time; the seconds of a step follow from its rows."""
 
     def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, seconds: float = 1e-3) -> None:
-        def make(slots: int, entries: int, sections: tuple[int, int, int]) -> FakeDevice:
-            return FakeDevice(plan, num_pages, config.page_size, slots, entries, sections)
-
-        super().__init__(MODEL.config, config, plan, num_pages, LENGTH, make)
+        sizes = config.max_running, -(-LENGTH // config.page_size), config.step_rows(plan).largest
+        device: Any = FakeDevice(plan, num_pages, config.page_size, *sizes)
+        super().__init__(MODEL.config, config, plan, num_pages, LENGTH, device)
         self.now = self._free = 0.0
         self._seconds = seconds
         self._ready: dict[int, float] = {}

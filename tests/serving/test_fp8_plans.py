@@ -112,6 +112,6 @@ def test_an_engine_estimates_what_quantised_weights_take() -> None:
     plain = Llama(dataclasses.replace(model.config, quantization=None))
     config = EngineConfig(page_size=4, max_running=2, token_budget=8)
     ours, theirs = (estimate(m, config, make_mesh(), np.float32, 10, 64) for m in (model, plain))
-    assert ours.params == param_bytes(model, make_mesh(), np.float32)  # it is not arranged anew on CPUs
-    assert theirs.params == 2 * param_bytes(plain, make_mesh(), np.float32)
+    assert ours.weights == param_bytes(model, make_mesh(), np.float32)  # it is not arranged anew on CPUs
+    assert theirs.weights == 2 * param_bytes(plain, make_mesh(), np.float32)
     assert (ours.pages, ours.steps) == (theirs.pages, theirs.steps)

@@ -158,8 +158,5 @@ def test_an_index_of_events_knows_what_each_tier_has(tmp_path: Path, pages: int)
     events = KvEvents(EngineThread(engine), lambda encode: again.take(encode()))
     wait_for(again, "STORAGE", set(media.has["STORAGE"]))
     assert not again.has["CPU"]
-    assert isinstance(engine.pages.store, TieredStore)
-    engine.pages.store.clear()
-    wait_for(again, "STORAGE", set())
     events.close()
     engine.pages.close()

@@ -90,30 +90,18 @@ class Conductor:
         check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
-    def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; its open requests go on.
+    def drain(self, name: str, now: float, is_draining: bool = True) -> None:
+        """Assign nothing more to an instance, or (False) something again; its open requests go on.
 
         Args:
           name: of the instance.
           now: seconds of the driver's clock.
+          is_draining: from now on.
 
         Raises:
           ValueError: there is none of this name.
         """
-        self._instance(name).is_draining = True
-        self.state.sort()
-
-    def restore(self, name: str, now: float) -> None:
-        """Assign requests to an instance again that was drained.
-
-        Args:
-          name: of the instance.
-          now: seconds of the driver's clock.
-
-        Raises:
-          ValueError: there is none of this name.
-        """
-        self._instance(name).is_draining = False
+        self._instance(name).is_draining = is_draining
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
@@ -153,32 +141,22 @@ class Conductor:
         self._instance(name).role = role
         self.state.sort()
 
-    def set_costs(self, name: str, costs: PredictorCosts) -> None:
-        """Change the costs of an instance, such as those of a predictor that has been corrected since.
-
-        Args:
-          name: of the instance.
-          costs: from now on.
-
-        Raises:
-          ValueError: there is no such instance.
-        """
-        state = self._instance(name)
-        state.spec = replace(state.spec, costs=costs)
-
-    def report(self, name: str, report: Report, now: float) -> None:
+    def report(self, name: str, report: Report, now: float, costs: PredictorCosts | None = None) -> None:
         """Correct the estimates of an instance by its own report.
 
         Args:
           name: of the instance.
           report: of the instance.
           now: seconds of the driver's clock.
+          costs: from now on, such as those of a predictor that has been corrected since; None: as before.
 
         Raises:
           TypeError, ValueError: there is none of this name, or a figure is not finite or negative; nothing is changed.
         """
         instance = self._instance(name)
         check_report(report)
+        if costs is not None:
+            instance.spec = replace(instance.spec, costs=costs)
         instance.correct(report, self._open, now)
 
     # Requests.
@@ -362,7 +340,7 @@ class Conductor:
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
-        held = {name: match.blocks for name, match in self.index.match(keys).items()}
+        held = self.index.match(keys)
         matches = dict(held)
         for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import ceil, inf, isnan
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.config import ConductorConfig, PrefillLoad
+from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.request import Bound
 from longctx.cluster.conductor.state import NO_DECODES, ClusterState, Decodes, InstanceState, OpenRequest
 from longctx.models.validation import check_real
@@ -50,26 +50,23 @@ def ratio(seconds: float, slo: float) -> float:
     return inf if isnan(seconds) else seconds / slo
 
 
-def decode_pool_load(pool: Sequence[tuple[InstanceState, Decodes]], tpot: float) -> Load:
-    """Compute the load of the decode pool: the mean TBT over its SLO (6.4), or the mean share of memory."""
-    if not pool:
-        return Load(inf, "no_instance")
-    tbt = sum(tbt_load(instance, demand, tpot) for instance, demand in pool)
-    memory = sum(memory_load(instance, demand) for instance, demand in pool)
-    return _greater(tbt / len(pool), memory / len(pool))
+def decode_pool_load(
+    pool: Sequence[tuple[InstanceState, Decodes]], tpot: float, request: Decodes | None = None
+) -> Load:
+    """Compute the load of the decode pool, or with one more request.
 
-
-def decode_pool_load_with(pool: Sequence[tuple[InstanceState, Decodes]], request: Decodes, tpot: float) -> Load:
-    """Compute the load of the decode pool with one more request.
-
-    The TBT is the mean, as if the request were spread over all instances (6.4). But its keys and values lie on one
-    instance: the load of memory is the least that an instance would have with all of it.
+    The TBT is the mean, as if the request were spread over all instances (6.4). So is the share of memory; but the keys
+    and values of a request lie on one instance: with it, it is the least that an instance would have with all of it.
     """
     if not pool:
         return Load(inf, "no_instance")
-    share = request.times(1 / len(pool))
-    tbt = sum(tbt_load(instance, demand.plus(share), tpot) for instance, demand in pool) / len(pool)
-    return _greater(tbt, min(memory_load(instance, demand.plus(request)) for instance, demand in pool))
+    if request is None:
+        memory = sum(memory_load(instance, demand) for instance, demand in pool) / len(pool)
+    else:
+        memory = min(memory_load(instance, demand.plus(request)) for instance, demand in pool)
+        share = request.times(1 / len(pool))
+        pool = [(instance, demand.plus(share)) for instance, demand in pool]
+    return _greater(sum(tbt_load(instance, demand, tpot) for instance, demand in pool) / len(pool), memory)
 
 
 def tbt_load(instance: InstanceState, demand: Decodes, tpot: float) -> float:
@@ -157,8 +154,6 @@ class Question:
       now: seconds of the driver's clock.
       ttft, tpot: SLOs in seconds that hold for it.
       decode_seconds: t_d, the assumed duration of a request's decoding.
-      prefill_load_of: see `ConductorConfig.prefill_load`.
-      decode_limit: of the decode pool's load before a prefill, where 1 is that of its SLO or memory.
     """
 
     before: Literal["prefill", "decode"]
@@ -168,8 +163,6 @@ class Question:
     ttft: float
     tpot: float
     decode_seconds: float
-    decode_limit: float = 1.0
-    prefill_load_of: PrefillLoad = "request"
 
     @property
     def prefill_end(self) -> float:
@@ -182,7 +175,7 @@ class Question:
         A prompt that is late has waited for longer than was predicted.
         """
         placed = self.open_request.assignment
-        if self.prefill_load_of == "request":
+        if self.state.config.prefill_load == "request":
             return Load(ratio(placed.ttft, self.ttft), "ttft")
         seconds, end = 0.0, self.now
         for other in self.state.prefilling.values():
@@ -232,8 +225,8 @@ class Question:
         return Load(tbt_load(instance, demand.plus(self.open_request.decodes), self.tpot), "tbt")
 
     def _pool_load(self, pool: list[tuple[InstanceState, Decodes]]) -> Load:
-        load = decode_pool_load_with(pool, self.open_request.decodes, self.tpot)
-        return Load(load.value / self.decode_limit, "decode_load" if load.bound == "tbt" else load.bound)
+        load = decode_pool_load(pool, self.tpot, self.open_request.decodes)
+        return Load(load.value / self.state.config.decode_limit, "decode_load" if load.bound == "tbt" else load.bound)
 
 
 AdmissionRule = Callable[[Question], Load | None]
@@ -297,9 +290,7 @@ class Admission:
         config, request = self._config, open_request.request
         # A request may have a laxer TTFT of its own; but a batch has one TBT, which must suit the others.
         ttft, tpot = request.ttft or config.ttft, min(request.tpot or config.tpot, config.tpot)
-        question = Question(
-            before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit, config.prefill_load
-        )
+        question = Question(before, state, open_request, now, ttft, tpot, self.decode_seconds)
         load, limit = self._rule(question), self.limit(request.priority)
         if load is None or load.value <= limit:
             return None

@@ -142,19 +142,6 @@ class InstanceState:
     def __post_init__(self) -> None:
         self.name = self.spec.name
 
-    @property
-    def does_prefill(self) -> bool:
-        return self.role != "decode"
-
-    @property
-    def does_decode(self) -> bool:
-        return self.role != "prefill"
-
-    @property
-    def open(self) -> set[str]:
-        """Ids of the requests that it still has a part in."""
-        return {*self.queued, *self.reported_prefills, *self.decodes}
-
     def queue(self, now: float) -> float:
         """Predict the seconds until a prompt that comes now begins: those of all prompts before it."""
         total = self._reported_until - now if self._reported_until > now else 0.0
@@ -186,9 +173,10 @@ class InstanceState:
     def view(self, now: float) -> InstanceView:
         """Return what metrics and pages show."""
         batch, tokens, reserved = map(int, self.decoding)
+        requests = {*self.queued, *self.reported_prefills, *self.decodes}
         return InstanceView(
             self.name, self.role, self.is_draining, self.queue(now), batch, tokens, reserved,
-            self.spec.decode_tokens, self.tbt(self.decoding), self.sending(now), len(self.open),
+            self.spec.decode_tokens, self.tbt(self.decoding), self.sending(now), len(requests),
         )  # fmt: skip
 
     def begin_prefill(self, open_request: OpenRequest, now: float, ready: float) -> None:
@@ -349,9 +337,9 @@ class ClusterState:
     def sort(self) -> None:
         """Sort instances into pools again, after one was added or removed, or its role or draining has changed."""
         instances = self.instances.values()
-        self._prefills = [each for each in instances if each.does_prefill and not each.is_draining]
-        self._decodes = [each for each in instances if each.does_decode and not each.is_draining]
-        self.senders = {each.name: each for each in instances if each.does_prefill}
+        self._prefills = [each for each in instances if each.role != "decode" and not each.is_draining]
+        self._decodes = [each for each in instances if each.role != "prefill" and not each.is_draining]
+        self.senders = {each.name: each for each in instances if each.role != "decode"}
 
     def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Return the instances that new prompts may go to."""

@@ -13,30 +13,12 @@ import numpy as np
 
 from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
 from longctx.cluster.conductor.instance import InstanceSpec
-from longctx.cluster.conductor.overload import Loads, loads
+from longctx.cluster.conductor.overload import loads
 from longctx.cluster.conductor.request import RoleChange
-from longctx.cluster.conductor.state import ClusterState
+from longctx.cluster.conductor.state import ClusterState, InstanceState
 from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 
 Pool = Literal["prefill", "decode"]
-
-
-class Candidate(NamedTuple):
-    """Instance of one role, as the rule sees it.
-
-    Attributes:
-      requests: that it has of its role: prompts to compute, or requests that decode there or will.
-      seconds: predicted, of its queue; or between the tokens of its batch.
-      is_open: it takes new requests, so it is one of its pool.
-      is_settled: it has no work of another role left.
-    """
-
-    name: str
-    role: Pool
-    requests: int
-    seconds: float
-    is_open: bool = True
-    is_settled: bool = True
 
 
 class RoleRule:
@@ -56,45 +38,32 @@ class RoleRule:
 
     def change(self, state: ClusterState, now: float) -> RoleChange | None:
         """Return a change, which the driver makes by `Conductor.set_role`; it asks about every second."""
-        return self.decide(loads(state, now), candidates(state, now), now)
-
-    def decide(self, loads: Loads, instances: Iterable[Candidate], now: float) -> RoleChange | None:
-        """Apply the rule to plain data."""
-        config = self._config
+        config, pools = self._config, loads(state, now)
         short: Pool | None = None
-        if loads.prefill > config.high and loads.decode < config.low:
+        if pools.prefill > config.high and pools.decode < config.low:
             short = "prefill"
-        elif loads.decode > config.high and loads.prefill < config.low:
+        elif pools.decode > config.high and pools.prefill < config.low:
             short = "decode"
         if short != self._short:
             self._short, self._since = short, now
         if short is None or now - self._since < config.seconds or now - self._changed < config.cool_down:
             return None
-        instances = list(instances)
-        giving = [each for each in instances if each.role != short and each.is_open]
-        load = loads.decode if short == "prefill" else loads.prefill
-        if not all(each.is_settled for each in instances) or len(giving) < 2:
+        prefills = Counter(each.assignment.prefill for each in state.prefilling.values())
+        decodes = Counter(each.assignment.decode for each in (*state.prefilling.values(), *state.decoding.values()))
+        instances = [each for each in state.instances.values() if each.role != "both"]
+        giving = [each for each in instances if each.role != short and not each.is_draining]
+        load, own = (pools.decode, decodes) if short == "prefill" else (pools.prefill, prefills)
+        # Work of a former role, that has not ended.
+        if len(giving) < 2 or any((decodes if each.role == "prefill" else prefills)[each.name] for each in instances):
             return None
         if load * len(giving) / (len(giving) - 1) > config.high:
             return None
-        chosen = min(giving, key=lambda each: (each.requests, each.seconds, each.name))
+
+        def loss(each: InstanceState) -> tuple[int, float, str]:
+            return own[each.name], each.tbt(each.expected) if short == "prefill" else each.queue(now), each.name
+
         self._changed, self._short = now, None
-        return RoleChange(chosen.name, short)
-
-
-def candidates(state: ClusterState, now: float) -> list[Candidate]:
-    """Return the instances of one role, with their work."""
-    prefills = Counter(each.assignment.prefill for each in state.prefilling.values())
-    open_requests = [*state.prefilling.values(), *state.decoding.values()]
-    decodes = Counter(each.assignment.decode for each in open_requests)
-    found = []
-    for each in state.instances.values():
-        if each.role != "both":
-            name, is_prefill = each.name, each.role == "prefill"
-            own, other = (prefills, decodes) if is_prefill else (decodes, prefills)
-            seconds = each.queue(now) if is_prefill else each.tbt(each.expected)
-            found.append(Candidate(name, each.role, own[name], seconds, not each.is_draining, not other[name]))
-    return found
+        return RoleChange(min(giving, key=loss).name, short)
 
 
 class Swap(NamedTuple):

@@ -5,7 +5,7 @@ import threading
 from array import array
 from collections.abc import Iterable
 from itertools import islice, takewhile
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,20 +17,6 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 _BITS = len(TIERS)
 _INT_BYTES = 36  # of a 64-bit key as a Python integer
-
-
-class Match(NamedTuple):
-    """The leading blocks of a request that an instance holds, in whatever tier.
-
-    Attributes:
-      blocks: how many there are.
-      device, host, disk: how many of them are in each tier; one that is in several counts in the quickest.
-    """
-
-    blocks: int
-    device: int
-    host: int
-    disk: int
 
 
 class PrefixIndex:
@@ -50,10 +36,8 @@ class PrefixIndex:
       >>> index.store("prefill-0", "host", [13])
       >>> index.store("prefill-1", "host", [11])
       >>> prompt = np.array([11, 12, 13, 99], np.uint64)
-      >>> for name, match in sorted(index.match(prompt).items()):
-      ...     print(name, match)
-      prefill-0 Match(blocks=3, device=2, host=1, disk=0)
-      prefill-1 Match(blocks=1, device=0, host=1, disk=0)
+      >>> index.match(prompt)  # leading blocks
+      {'prefill-1': 1, 'prefill-0': 3}
     """
 
     def __init__(self) -> None:
@@ -143,8 +127,8 @@ class PrefixIndex:
         with self._lock:
             return np.array([*self._held.get((instance, tier), ())], np.uint64)
 
-    def match(self, keys: np.ndarray) -> dict[str, Match]:
-        """Find what each instance holds of the leading blocks of a request.
+    def match(self, keys: np.ndarray) -> dict[str, int]:
+        """Count the leading blocks of a request that each instance holds, in whatever tier.
 
         Args:
           keys: of the blocks in order, uint64 `[blocks]`.
@@ -153,25 +137,20 @@ class PrefixIndex:
           By the name of each instance that holds the first block.
         """
         wanted = _check(keys).tolist()
-        matches: dict[str, Match] = {}
-        counts: dict[int, int] = {}  # of leading blocks, by their mask
+        matches: dict[str, int] = {}
         with self._lock:
-            lowest = (1 << _BITS * len(self._names)) // (2**_BITS - 1)  # the lowest bit of each instance
-            left, last, count = lowest, 0, 0
-            for mask in map(self._masks.get, wanted):
+            left, last = self._lowest, 0
+            for count, mask in enumerate(map(self._masks.get, wanted)):
                 if mask == last:
-                    count += 1
                     continue
-                counts[last] = counts.get(last, 0) + count
                 holders = 0 if mask is None else left & (mask | mask >> 1 | mask >> 2)
                 if holders != left:
-                    self._add_matches(matches, left & ~holders, counts)
+                    self._add_matches(matches, left & ~holders, count)
                     left = holders
                 if not left:
                     return matches
-                last, count = mask or 0, 1
-            counts[last] = counts.get(last, 0) + count
-            self._add_matches(matches, left, counts)
+                last = mask or 0
+            self._add_matches(matches, left, len(wanted))
         return matches
 
     def touch(self, keys: np.ndarray, now: float) -> None:
@@ -236,23 +215,22 @@ class PrefixIndex:
                 del masks[key], self._used[key]
             del held[key]
 
+    @property
+    def _lowest(self) -> int:
+        """The lowest bits of all instances."""
+        return (1 << _BITS * len(self._names)) // (2**_BITS - 1)
+
     def _num_holders(self, key: int) -> int:
         mask = self._masks[key]
-        lowest = (1 << _BITS * len(self._names)) // (2**_BITS - 1)
-        return ((mask | mask >> 1 | mask >> 2) & lowest).bit_count()
+        return ((mask | mask >> 1 | mask >> 2) & self._lowest).bit_count()
 
-    def _add_matches(self, matches: dict[str, Match], holders: int, counts: dict[int, int]) -> None:
-        """Add the matches of instances, given by their lowest bits, whose leading blocks have these masks."""
-        while holders:
+    def _add_matches(self, matches: dict[str, int], holders: int, count: int) -> None:
+        """Add the matches of instances, given by their lowest bits, that hold the leading `count` blocks."""
+        while holders and count:
             shift = (holders & -holders).bit_length() - 1
             holders &= holders - 1
-            tiers = [0] * (1 << _BITS)  # blocks by the combination of their tiers: 1 device, 2 host, 4 disk
-            for mask, count in counts.items():
-                tiers[mask >> shift & 7] += count
-            if blocks := sum(tiers[1:]):
-                name = self._names[shift // _BITS]
-                assert name is not None
-                matches[name] = Match(blocks, sum(tiers[1::2]), tiers[2] + tiers[6], tiers[4])
+            if (name := self._names[shift // _BITS]) is not None:
+                matches[name] = count
 
 
 def _key_list(keys: Iterable[int]) -> list[int]:

@@ -17,6 +17,7 @@ import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import Role
+from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
@@ -175,7 +176,7 @@ class Instances:
         """Undo `drain`, and end an exclusion."""
         instance.is_held, instance.retry_at = False, 0.0
         if instance.state == "draining":
-            self._conductor.restore(instance.name, time.monotonic())
+            self._conductor.drain(instance.name, time.monotonic(), False)
             instance.state, instance.reason = "open", ""
 
     def set_role(self, instance: Instance, role: Role) -> None:
@@ -312,14 +313,12 @@ class Instances:
             costs = await instance.client.costs(instance.info)
         if not instance.is_member:
             return
-        if costs is not None:
-            self._conductor.set_costs(instance.name, costs)
         instance.missed = 0
-        self._note(instance, load)
+        self._note(instance, load, costs)
         if not_ready is not None and not load.draining:
             self._leave(instance, "joining", not_ready)  # its engine has failed: it joins when it is back
 
-    def _note(self, instance: Instance, load: LoadInfo) -> None:
+    def _note(self, instance: Instance, load: LoadInfo, costs: PredictorCosts | None = None) -> None:
         """Tell the conductor what an instance says of itself; ProtocolError: it can't be."""
         info = instance.info
         assert info is not None
@@ -330,7 +329,7 @@ class Instances:
             )
         report = Report(load.backlog_seconds, load.decoding, load.decode_tokens, frozenset(load.request_ids))
         try:
-            self._conductor.report(instance.name, report, time.monotonic())
+            self._conductor.report(instance.name, report, time.monotonic(), costs)
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from None
         instance.load, instance.heard = load, time.monotonic()

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from longctx.cluster.router.instances import Instance, Instances
 from longctx.cluster.router.router_metrics import RouterMetrics
 from longctx.serving.engine.active_request import Sink
 from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
-from longctx.serving.request.request import PreparedRequest
+from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.relay import EventLine, RelayBroken, RelayedOutputs
 
@@ -53,31 +54,30 @@ _REASONS: dict[Bound, str] = {
 _seeds = random.Random()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Routing:
     """Collaborators that all requests of a router share.
 
     Attributes:
-      failures: where answers to requests that fail are left, see `Frontend`.
+      failures: where answers to requests that fail after they have begun are left, see `Frontend`.
       flush: is called after sinks.
-      ended: is called with each completion that ends.
+      on_end: are called with each completion that ends, and its request.
     """
 
     conductor: Conductor
     instances: Instances
     stats: RouterMetrics
     vocab_size: int
-    clock: Callable[[], float]
     failures: dict[str, ApiError]
     flush: Callable[[], object]
-    ended: Callable[[Output, PreparedRequest], object]
+    on_end: list[Callable[[Output, Request], object]] = dataclasses.field(default_factory=list)
 
 
 class RoutedRequest:
     """Request of a client, until its end. For the event loop.
 
     Args:
-      arrival: by the router's clock.
+      arrival: by `time.monotonic`.
       sink: gets its events: each token once, and one end of each completion.
     """
 
@@ -89,7 +89,6 @@ class RoutedRequest:
         seed = prepared.request.sampling.seed
         seed = _seeds.randrange(2**31) if seed is None else seed
         self._relayed = RelayedOutputs(prepared, request.request_id, arrival, seed)
-        self._check = _EventCheck(prepared, routing.vocab_size)
         self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
         self._last_token: dict[int, float] = {}
         self._attempts = self._num_failures = self._had = 0
@@ -120,7 +119,7 @@ class RoutedRequest:
                     await self._try(instance, assignment)
                 if not self._relayed.open:
                     return
-                routing.conductor.cancelled(name, routing.clock())
+                routing.conductor.cancelled(name, time.monotonic())
                 routing.stats.retries += 1
                 logger.warning("longctx: request %s leaves %s: %s", name, assignment.decode, self._problem)
                 if self._num_failures >= MOST_FAILURES:
@@ -136,30 +135,30 @@ class RoutedRequest:
             logger.exception("the router failed with request %s", name)
             self.end("error", ApiError(500, f"the router failed: {type(error).__name__}", code="internal_error"))
         finally:
-            routing.conductor.cancelled(name, routing.clock())
+            routing.conductor.cancelled(name, time.monotonic())
 
     def end(self, reason: FinishReason, error: ApiError | None = None) -> None:
         """End all completions that are open."""
         if self._relayed.open:
             if error is not None:
                 self._routing.failures[self._request.request_id] = error
-            now, text = self._routing.clock(), None if error is None else error.message
+            now, text = time.monotonic(), None if error is None else error.message
             self._tell([self._relayed.end(index, reason, now, text) for index in sorted(self._relayed.open)])
 
     def _assign(self, waited: float = 0.0) -> Decision:
         routing = self._routing
         # One that has begun is not rejected by load.
         generated = max(self._relayed.num_tokens, 1) if self._has_begun else 0
-        now = routing.clock()
+        now = time.monotonic()
         exclude = frozenset(name for name, until in self._excluded.items() if until > now)
         return routing.conductor.assign(self._request, now, exclude, generated, waited)
 
     async def _placed(self, decision: Decision) -> Assignment:
         """Wait until an instance may take it. ApiError: none may, or not for too long."""
         routing = self._routing
-        since, pause = routing.clock(), _LEAST_PAUSE
+        since, pause = time.monotonic(), _LEAST_PAUSE
         while isinstance(decision, Rejection):
-            waited = routing.clock() - since
+            waited = time.monotonic() - since
             if self._has_begun:
                 if waited >= RESUME_TIMEOUT:
                     message = f"nobody could go on with it for {RESUME_TIMEOUT:.0f} s; before that: {self._problem}"
@@ -171,7 +170,7 @@ class RoutedRequest:
                 raise rejected(decision) if self._refusal is None else self._refusal
             await asyncio.sleep(min(pause, _MOST_PAUSE))
             pause *= 2
-            decision = self._assign(routing.clock() - since)
+            decision = self._assign(time.monotonic() - since)
         self.assignment = decision
         self._attempts += 1
         routing.stats.note_assignment(decision, self._request, is_again=self._attempts > 1)
@@ -207,7 +206,7 @@ class RoutedRequest:
 
     def _note_failure(self, instance: Instance, why: str, problem: str) -> None:
         self._has_begun = True
-        self._excluded[instance.name] = self._routing.clock() + _FAILED_PAUSE
+        self._excluded[instance.name] = time.monotonic() + _FAILED_PAUSE
         self._problem = f"{instance.name}: {problem}"
         self._routing.stats.failures[instance.name, why] += 1
 
@@ -215,7 +214,7 @@ class RoutedRequest:
         """Note that an instance does not take the request. ApiError: no instance would."""
         self._routing.stats.failures[instance.name, "refused"] += 1
         pause = _REFUSED_PAUSE if self._has_begun else math.inf
-        self._excluded[instance.name] = self._routing.clock() + pause
+        self._excluded[instance.name] = time.monotonic() + pause
         self._problem = f"{instance.name}: {error}"
         if error.status in (401, 403, 404, 409):
             self._routing.instances.exclude(instance, f"it takes no requests: {error}")
@@ -243,7 +242,7 @@ class RoutedRequest:
 
     def _pass_on(self, line: list[EventLine]) -> None:
         routing, relayed = self._routing, self._relayed
-        now = routing.clock()
+        now = time.monotonic()
         events, problem = list[Event](), None
         for entry in line:
             try:
@@ -266,10 +265,45 @@ class RoutedRequest:
         relayed, end = self._relayed, entry.end
         if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
             raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
-        self._check.check(entry, relayed)
+        self._check(entry)
         if end is not None:
             self._note_cached(end.cached_tokens)
         return relayed.read(entry, now)
+
+    def _check(self, entry: EventLine) -> None:
+        """Raise RelayBroken unless an event is one that the request asked for, and can be the next."""
+        sampling, tokens, end, relayed = self._prepared.request.sampling, entry.token_ids, entry.end, self._relayed
+        num_prompt, vocab_size = len(self._prepared.tokens), self._routing.vocab_size
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise RelayBroken(f"it sends tokens that are not in the vocabulary of {vocab_size}")
+        if sampling.logprobs is not None and len(entry.logprobs) != len(tokens):
+            raise RelayBroken("it sends tokens without their log probabilities")
+        self._check_logprobs(entry.logprobs, sampling.logprobs)
+        if entry.text and not tokens and end is None:
+            raise RelayBroken("it sends text without tokens")
+        had = relayed.num_tokens_of(entry.index) + len(tokens) - (1 if tokens and relayed.repeats(entry.index) else 0)
+        if had > sampling.max_tokens:
+            raise RelayBroken(f"it sends more than the {sampling.max_tokens} tokens that were asked for")
+        if end is None or end.reason not in ("stop", "length") or relayed.repeats(entry.index):
+            return
+        if end.reason == "length" and had != sampling.max_tokens:
+            raise RelayBroken(f"it ends after {had} tokens of {sampling.max_tokens}, by length")
+        if not 0 <= end.cached_tokens <= num_prompt + had:
+            raise RelayBroken(f"it says that {end.cached_tokens} tokens of {num_prompt + had} were cached")
+        if had == 0:
+            raise RelayBroken("it ends a completion without a token")
+        if sampling.prompt_logprobs is not None and entry.index == 0:
+            if end.prompt_logprobs is None or len(end.prompt_logprobs) != num_prompt - 1:
+                raise RelayBroken("it sends no log probabilities of the prompt")
+            self._check_logprobs(tuple(end.prompt_logprobs), sampling.prompt_logprobs)
+
+    def _check_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_top: int | None) -> None:
+        for each in logprobs:
+            values = (each.logprob, *(value for _, value in each.top))
+            if len(each.top) > (num_top or 0) or not all(value <= 1e-3 and not math.isnan(value) for value in values):
+                raise RelayBroken("it sends log probabilities that can't be")
+            if not all(0 <= token < self._routing.vocab_size for token, _ in each.top):
+                raise RelayBroken("it sends log probabilities of tokens that are not in the vocabulary")
 
     def _note_cached(self, cached: int) -> None:
         """Note tokens of the prompt that were found or loaded, not those that the prefill instance has computed."""
@@ -304,7 +338,9 @@ class RoutedRequest:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             if event.output is not None:
-                self._routing.ended(event.output, self._prepared)
+                self._routing.stats.note_end(event.output, self._prepared.request)
+                for call in self._routing.on_end:
+                    call(event.output, self._prepared.request)
         self._sink(events)
         self._routing.flush()
 
@@ -324,7 +360,7 @@ class RoutedRequest:
         deadline = self._prepared.request.ttft_deadline
         if deadline is None or self.has_tokens:
             return None
-        left = deadline - (self._routing.clock() - self._arrival)
+        left = deadline - (time.monotonic() - self._arrival)
         return left if left > _LEAST_TIME else None
 
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
@@ -347,47 +383,6 @@ async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
         async with asyncio.timeout(_END_SECONDS):
             async for _ in lines:
                 pass
-
-
-class _EventCheck:
-    """Checks that each event an instance sends is one that the request asked for, and can be the next."""
-
-    def __init__(self, prepared: PreparedRequest, vocab_size: int) -> None:
-        self._sampling, self._num_prompt, self._vocab_size = prepared.request.sampling, len(prepared.tokens), vocab_size
-
-    def check(self, entry: EventLine, relayed: RelayedOutputs) -> None:
-        """Raise RelayBroken unless an event can be the next one."""
-        sampling, tokens, end = self._sampling, entry.token_ids, entry.end
-        if not all(0 <= token < self._vocab_size for token in tokens):
-            raise RelayBroken(f"it sends tokens that are not in the vocabulary of {self._vocab_size}")
-        if sampling.logprobs is not None and len(entry.logprobs) != len(tokens):
-            raise RelayBroken("it sends tokens without their log probabilities")
-        self._check_logprobs(entry.logprobs, sampling.logprobs)
-        if entry.text and not tokens and end is None:
-            raise RelayBroken("it sends text without tokens")
-        had = relayed.num_tokens_of(entry.index) + len(tokens) - (1 if tokens and relayed.repeats(entry.index) else 0)
-        if had > sampling.max_tokens:
-            raise RelayBroken(f"it sends more than the {sampling.max_tokens} tokens that were asked for")
-        if end is None or end.reason not in ("stop", "length") or relayed.repeats(entry.index):
-            return
-        if end.reason == "length" and had != sampling.max_tokens:
-            raise RelayBroken(f"it ends after {had} tokens of {sampling.max_tokens}, by length")
-        if not 0 <= end.cached_tokens <= self._num_prompt + had:
-            raise RelayBroken(f"it says that {end.cached_tokens} tokens of {self._num_prompt + had} were cached")
-        if had == 0:
-            raise RelayBroken("it ends a completion without a token")
-        if sampling.prompt_logprobs is not None and entry.index == 0:
-            if end.prompt_logprobs is None or len(end.prompt_logprobs) != self._num_prompt - 1:
-                raise RelayBroken("it sends no log probabilities of the prompt")
-            self._check_logprobs(tuple(end.prompt_logprobs), sampling.prompt_logprobs)
-
-    def _check_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_top: int | None) -> None:
-        for each in logprobs:
-            values = (each.logprob, *(value for _, value in each.top))
-            if len(each.top) > (num_top or 0) or not all(value <= 1e-3 and not math.isnan(value) for value in values):
-                raise RelayBroken("it sends log probabilities that can't be")
-            if not all(0 <= token < self._vocab_size for token, _ in each.top):
-                raise RelayBroken("it sends log probabilities of tokens that are not in the vocabulary")
 
 
 def rejected(rejection: Rejection) -> ApiError:

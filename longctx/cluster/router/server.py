@@ -1,11 +1,12 @@
 """Router of a cluster: `RouterServer` for the app of one event loop, and the `ClusterBackend` that answers requests."""
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import httpx
 import numpy as np
@@ -27,8 +28,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.request.output import Output
-from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.request_parser import ChatFormat, RequestParser
@@ -44,32 +44,12 @@ MOST_ID = 200
 """Characters of a request's id that instances are told: the last ones, which make it unique."""
 
 
-class ClusterBackend:
-    """`Backend` over the instances of a cluster, as an engine's thread is one over its engine. For the event loop.
+@dataclasses.dataclass(eq=False)
+class ClusterBackend(Routing):
+    """`Backend` over the instances of a cluster, as an engine's thread is one over its engine. For the event loop."""
 
-    Args:
-      failures: where answers to requests that fail after they have begun are left, see `Frontend`.
-      flush: is called after sinks.
-
-    Attributes:
-      on_end: are called with each completion that ends, and its request.
-    """
-
-    def __init__(
-        self,
-        conductor: Conductor,
-        instances: Instances,
-        stats: RouterMetrics,
-        vocab_size: int,
-        failures: dict[str, ApiError],
-        flush: Callable[[], object],
-    ) -> None:
-        self.stats = stats
-        stats.requests = lambda: (self.num_running, self.num_waiting)
-        self.on_end: list[Callable[[Output, Request], object]] = []
-        self._routing = Routing(
-            conductor, instances, self.stats, vocab_size, time.monotonic, failures, flush, self._note_end
-        )
+    def __post_init__(self) -> None:
+        self.stats.requests = lambda: (self.num_running, self.num_waiting)
         self._requests: dict[str, tuple[RoutedRequest, asyncio.Task[None]]] = {}
         self._ids = map("request-{}".format, itertools.count())
 
@@ -98,17 +78,16 @@ class ClusterBackend:
           ApiError: it is rejected now.
         """
         assert received is None, "instances move pages among themselves"
-        routing, stats = self._routing, self.stats
-        now = routing.clock()
+        now = time.monotonic()
         name = (prepared.request.request_id or next(self._ids))[-MOST_ID:]
         if name in self._requests:
             raise ValueError(f"request_id must be unique, and {name!r} has not ended yet")
         request = _cluster_request(prepared, name)
-        decision = routing.conductor.assign(request, now)
+        decision = self.conductor.assign(request, now)
         if isinstance(decision, Rejection) and not decision.is_deferred:
-            stats.rejections[decision.bound, decision.stage] += 1
+            self.stats.rejections[decision.bound, decision.stage] += 1
             raise rejected(decision)
-        routed = RoutedRequest(routing, prepared, request, now if arrival is None else arrival, sink)
+        routed = RoutedRequest(self, prepared, request, now if arrival is None else arrival, sink)
         task = asyncio.get_running_loop().create_task(routed.run(decision), name=f"request {name}")
         self._requests[name] = routed, task
         task.add_done_callback(lambda task: self._forget(name, routed, task))
@@ -133,15 +112,10 @@ class ClusterBackend:
 
     def _forget(self, name: str, routed: RoutedRequest, task: "asyncio.Task[None]") -> None:
         routed.end("cancelled")  # a task that never ran has not said so
-        self._routing.conductor.cancelled(name, self._routing.clock())
+        self.conductor.cancelled(name, time.monotonic())
         self._requests.pop(name, None)
         if not task.cancelled():
             task.exception()
-
-    def _note_end(self, output: Output, prepared: PreparedRequest) -> None:
-        self.stats.note_end(output, prepared.request)
-        for call in self.on_end:
-            call(output, prepared.request)
 
 
 class RouterServer(Frontend):

@@ -1,9 +1,7 @@
 from .lease import Exporter as Exporter
 from .lease import LeaseGone as LeaseGone
-from .lease import make_lease_id as make_lease_id
 from .local import LocalReceiver as LocalReceiver
 from .options import TransferOptions as TransferOptions
-from .stats import OUTCOMES as OUTCOMES
 from .stats import Outcome as Outcome
 from .stats import TransferStats as TransferStats
 from .zmq_receiver import PageReceiver as PageReceiver

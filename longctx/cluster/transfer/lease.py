@@ -3,7 +3,6 @@
 Source: Mooncake, section 3 (the messenger streams pages to the decoding side while prefill still runs).
 """
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,20 +20,6 @@ _READS = 2  # in flight: one is copied from the devices while another is sent
 _MAX_PAGES = 64  # of a read: the largest that runners compile
 
 
-def make_lease_id() -> str:
-    """Make a new id, which can not be guessed.
-
-    Returns:
-      32 hexadecimal digits: 128 random bits.
-
-    Examples:
-      >>> from longctx.cluster.transfer import make_lease_id
-      >>> len(make_lease_id()), make_lease_id() == make_lease_id()
-      (32, False)
-    """
-    return secrets.token_hex(16)
-
-
 @runtime_checkable
 class Exporter(Protocol):
     """Engine that sends pages. Senders call it from threads of their own; no call may wait for a step.
@@ -47,7 +32,7 @@ class Exporter(Protocol):
     Examples:
       >>> from concurrent.futures import Future
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import Exporter, make_lease_id
+      >>> from longctx.cluster.transfer import Exporter
       >>> from longctx.serving.kv_cache.connector import PageBlock
       >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
@@ -63,7 +48,7 @@ class Exporter(Protocol):
       ...     def release(self, lease_id):
       ...         pass
       >>> shelf: Exporter = Shelf()  # arrays of this process; of an engine, `Engine.pages` is one
-      >>> lease_id = make_lease_id()
+      >>> lease_id = "0123"  # of random bits, in practice
       >>> [block] = shelf.read(lease_id, 0, len(shelf.lease(lease_id).pages), (0, 2)).result()
       >>> block.data.shape  # pages, layers, keys and values, page_size, KV heads, head size
       (3, 2, 2, 4, 1, 4)

@@ -14,8 +14,7 @@ from typing import Any
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -44,7 +43,7 @@ class LocalReceiver:
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import LocalReceiver, make_lease_id
+      >>> from longctx.cluster.transfer import LocalReceiver
       >>> from longctx.serving.kv_cache.connector import PageBlock
       >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
@@ -56,7 +55,7 @@ class LocalReceiver:
       >>> shelf = SimpleNamespace(lease=lambda lease_id: lease, read=lambda *wanted: read)
       >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> receiver = LocalReceiver(layout)
-      >>> source = receiver.source(shelf, make_lease_id(), layout)
+      >>> source = receiver.source(shelf, "0123", layout)
       >>> woken = threading.Event()
       >>> fetch = source.fetch(keys, woken.set)
       >>> while not fetch.is_over:

@@ -18,14 +18,6 @@ Examples:
   >>> get_args(Outcome)[:2]
   ('complete', 'dropped')
 """
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""All values of `Outcome`.
-
-Examples:
-  >>> from longctx.cluster.transfer import OUTCOMES, TransferStats
-  >>> tuple(TransferStats().outcomes) == OUTCOMES
-  True
-"""
 
 
 class TransferStats:
@@ -72,4 +64,4 @@ class TransferStats:
     def outcomes(self) -> dict[Outcome, int]:
         """Number of transfers that ended in each way."""
         with self._lock:
-            return {outcome: self._outcomes[outcome] for outcome in OUTCOMES}
+            return {outcome: self._outcomes[outcome] for outcome in get_args(Outcome)}

@@ -23,8 +23,7 @@ from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network, Socket
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -91,7 +90,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
       >>> from concurrent.futures import Future
       >>> from types import SimpleNamespace
       >>> import numpy as np
-      >>> from longctx.cluster.transfer import make_lease_id, PageReceiver, PageSender
+      >>> from longctx.cluster.transfer import PageReceiver, PageSender
       >>> from longctx.serving.kv_cache.connector import PageBlock
       >>> from longctx.serving.kv_cache.leases import LeasedPages
       >>> from longctx.serving.kv_cache.page_layout import PageLayout
@@ -104,7 +103,7 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
       >>> shelf.release = lambda lease_id: None  # an `Exporter` of arrays; of an engine, `Engine.pages` is one
       >>> with PageSender(shelf, layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
       ...     woken = threading.Event()
-      ...     fetch = receiver.source(sender.address, make_lease_id()).fetch(keys, woken.set)
+      ...     fetch = receiver.source(sender.address, "0123").fetch(keys, woken.set)
       ...     while not fetch.is_over:
       ...         _ = woken.wait(1.0)
       ...         woken.clear()

@@ -1,7 +1,9 @@
 """The public `attention`: it checks arguments, fills in defaults and chooses an implementation."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from jax import Array
 from jax.typing import DTypeLike
@@ -10,22 +12,52 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.attention_plan import AttentionPlan, PlannedKernel, PlannedOperands
-from longctx.kernels.attention.kernel import Algorithm, Kernel, attention_with_vjp
+from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Algorithm, Kernel, attention_with_vjp
 from longctx.kernels.attention.operands import (
     Arguments,
+    Bias,
+    Implementation,
     Window,
     check_arrays,
+    check_bias,
+    check_implementation,
     check_kernel,
     check_out_dtype,
     check_sinks,
     check_window,
     with_batch,
 )
+from longctx.kernels.derivatives import reverse_mode_alone
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
 
+_HINTS = {
+    "is_causal": "causal",
+    "local_window_size": "window",
+    "mask": "positions and segments, or bias of booleans,",
+    "query_seq_lengths": "q_segment_ids, negative for padding,",
+    "key_value_seq_lengths": "kv_segment_ids, negative for padding,",
+}
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
+
+def _with_hints(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """The function, with errors for arguments of `jax.nn.dot_product_attention` that name what takes their place."""
+
+    @functools.wraps(function)
+    def call(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+        for name in _HINTS.keys() & named.keys():
+            raise TypeError(
+                f"attention has no {name}: give {_HINTS[name]} instead, or call longctx.dot_product_attention"
+            )
+        return function(*arguments, **named)
+
+    return call
+
+
+@_with_hints
 def attention(
     q: Float[ArrayLike, "*B T N H"],
     k: Float[ArrayLike, "*B S K H"],
@@ -39,8 +71,9 @@ def attention(
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
+    bias: Bias | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
     plan: AttentionPlan | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -70,10 +103,17 @@ def attention(
       sinks: `[N]`, floating point: a logit of each head that takes part in its softmax and has no value (gpt-oss). It
         is in lse, so of parts that are to be merged only one may have it. A query that sees nothing has `lse = sink`.
       logits_soft_cap: scores become `cap * tanh(score / cap)` (Gemma 2), a Python number. None: they stay as they are.
+      bias: added to scores, after the cap, where the rule above lets a query see a key. Either an array that broadcasts
+        to `[*B, N, T, S]`: floating point, or boolean, False where a query does not see a key that it would see
+        otherwise (no block is skipped for it). Or a function of numbers of query heads and the positions of queries and
+        of keys, three integer arrays that broadcast to the scores, of which nothing has T times S elements:
+        `lambda head, i, j: -slopes[head] * abs(i - j)`. The function may hold constants, not traced arrays; pass the
+        same one each time, as it is part of the program. (A function of `head` by place: `head` counts from 0.)
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which values have too; no
-        soft cap), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best
-        that supports the case (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16
+        soft cap, no bias), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); a sequence
+        of these: the first that supports the case; None: the best that does (`longctx.kernels.explain` says which, and
+        why). `"mosaic_gpu"` rounds weights to 16
         bits, as FlashAttention does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_attention` derived from positions and segments, which it holds and which are then not given.
@@ -84,9 +124,10 @@ def attention(
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
       float32 or wider. Scores may be any finite float32 numbers; a row of scores that are all -inf counts as empty.
 
-      Both results are differentiable in q, k, v and sinks in reverse mode, and these gradients in forward mode:
-      `jax.grad(f)`, `jax.jvp(jax.grad(f), ...)`, `jax.hessian(f)`. For `jax.jvp(f, ...)` and `jax.grad(jax.grad(f))`
-      there is `"reference"`. Gradients compute weights again from lse, with a relative error of 6e-8 times the score.
+      Both results are differentiable in q, k, v, sinks and an array of bias in reverse mode, and these gradients in
+      forward mode: `jax.grad(f)`, `jax.jvp(jax.grad(f), ...)`, `jax.hessian(f)`. For `jax.jvp(f, ...)` and
+      `jax.grad(jax.grad(f))` there is `"reference"`. Gradients compute weights again from lse, with a relative error of
+      6e-8 times the score.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
@@ -121,26 +162,22 @@ def attention(
     arguments = check_arrays(q, k, v, *masks, causal=causal and plan is None)
     if plan is not None:
         _check_plan(plan, arguments, causal, window, implementation)
-        implementation = plan.implementation
+        if bias is not None:
+            raise NotImplementedError("bias can't be given with a plan: leave plan out")
+        implementation = plan.implementation  # type: ignore[assignment]
     out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
     value_size = arguments.v.shape[-1]
-    kernel = check_kernel(arguments.q, causal, scale, implementation, window, logits_soft_cap, value_size)
+    kernel = check_kernel(arguments.q, causal, scale, implementation, window, logits_soft_cap, value_size, bias)
+    bias = check_bias(bias, arguments.q, arguments.k)
     sinks = check_sinks(sinks, arguments.q)
     kernel = dataclasses.replace(kernel, out_dtype=out_dtype if sinks is None else None)
-    try:
-        out, lse = with_sinks(_attention(kernel, arguments, plan), sinks)
-        return out.astype(out_dtype), lse
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            f'attention of implementation="{kernel.implementation}" is differentiable in reverse mode alone (jax.grad, '
-            'jax.vjp), and its gradients in forward mode: for jax.jvp of attention itself there is "reference"'
-        ) from error
+    with reverse_mode_alone("attention", kernel.implementation):
+        out, lse = with_sinks(_attention(kernel, arguments, plan, bias), sinks)
+    return out.astype(out_dtype), lse
 
 
 def _check_plan(
-    plan: AttentionPlan, arguments: Arguments, causal: bool, window: Window | None, implementation: str | None
+    plan: AttentionPlan, arguments: Arguments, causal: bool, window: Window | None, implementation: Any
 ) -> None:
     if not isinstance(plan, AttentionPlan):
         raise TypeError(f"plan must be what plan_attention returns, got {type(plan).__name__}")
@@ -148,7 +185,9 @@ def _check_plan(
     for name, x in zip(Arguments._fields[3:], masks, strict=True):
         if x is not None:
             raise ValueError(f"{name} must not be given with a plan, which holds those that it was made of")
-    wanted = q.shape, k.shape, bool(causal), check_window(window), implementation or plan.implementation
+    names = check_implementation(implementation, IMPLEMENTATIONS)
+    own = plan.implementation if not names or plan.implementation in names else implementation
+    wanted = q.shape, k.shape, bool(causal), check_window(window), own
     found = plan.q_shape, plan.k_shape, plan.causal, plan.window, plan.implementation
     if wanted != found:
         raise ValueError(
@@ -158,9 +197,11 @@ def _check_plan(
 
 
 @kernel_jit("kernel", inline=True)
-def _attention(kernel: Kernel, arguments: Arguments, plan: AttentionPlan | None) -> tuple[Array, Array]:
+def _attention(
+    kernel: Kernel, arguments: Arguments, plan: AttentionPlan | None, bias: Array | None
+) -> tuple[Array, Array]:
     algorithm: Algorithm = kernel
-    operands: Any = with_batch(arguments)
+    operands: Any = with_batch(arguments)._replace(bias=bias)
     if plan is not None:
         algorithm = PlannedKernel(kernel)
         tokens = batches.unflatten_tokens((plan.queries, plan.keys), operands.q.shape[:-3])

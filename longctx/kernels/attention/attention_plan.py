@@ -14,7 +14,14 @@ from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import Window, check_kernel, check_masks, check_types, flatten_tokens
+from longctx.kernels.attention.operands import (
+    Implementation,
+    Window,
+    check_kernel,
+    check_masks,
+    check_types,
+    flatten_tokens,
+)
 from longctx.kernels.kernel_jit import kernel_jit
 
 
@@ -73,9 +80,7 @@ class PlannedKernel:
     def forward(self, operands: PlannedOperands) -> tuple[Array, Array]:
         return self.kernel.forward(Operands(*operands[:5]), plan=operands.plan)
 
-    def backward(
-        self, operands: PlannedOperands, lse: Array, row_terms: Array, d_out: Array
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, operands: PlannedOperands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, ...]:
         return self.kernel.backward(Operands(*operands[:5]), lse, row_terms, d_out)
 
 
@@ -88,7 +93,7 @@ def plan_attention(
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     causal: bool = True,
     window: Window | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> AttentionPlan:
     """Derive from positions and segments what `attention` needs, once for all calls with the same ones.
 

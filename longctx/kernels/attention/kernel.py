@@ -39,14 +39,14 @@ def plan_mosaic_gpu(*arguments: Any) -> Any:
     return plan_mosaic_gpu(*arguments)
 
 
-def mosaic_gpu_backward(*operands: Any) -> tuple[Array, Array, Array]:
+def mosaic_gpu_backward(*operands: Any) -> tuple[Array, ...]:
     from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 
     return mosaic_gpu_backward(*operands)
 
 
-# forward(q, k, v, queries, keys, rule, state) -> (out, lse); "mosaic_gpu" takes its plan before the state
-# backward(q, k, v, queries, keys, rule, lse, row_terms, d_out) -> (d_q, d_k, d_v)
+# forward(q, k, v, queries, keys, rule, state, bias) -> (out, lse); "mosaic_gpu" takes its plan before the state
+# backward(q, k, v, queries, keys, rule, lse, row_terms, d_out, bias) -> (d_q, d_k, d_v), and d_bias of numbers
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mosaic_gpu": (mosaic_gpu_attention, mosaic_gpu_backward),
     "xla": (xla_attention, xla_backward),
@@ -64,7 +64,9 @@ class Operands(NamedTuple):
     """Arguments of one call: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, tokens `[*B, T]`, `[*B, S]`.
 
     Batch dimensions of k, v and tokens may be 1 for any of q: all its sequences then share them. k and v may be one
-    array `[2, *B, S, K, H]`, which holds both: a ring sends them as one message.
+    array `[2, *B, S, K, H]`, which holds both: a ring sends them as one message. `bias` broadcasts to `[*B, N, T, S]`
+    and has all these dimensions: numbers to add to scores, whether a query sees a key, or, for the rule's function, the
+    numbers of the heads.
     """
 
     q: Array
@@ -72,6 +74,12 @@ class Operands(NamedTuple):
     v: Array
     queries: Tokens
     keys: Tokens
+    bias: Array | None = None
+
+    @property
+    def has_bias_gradient(self) -> bool:
+        """Whether bias is an array of numbers to add."""
+        return self.bias is not None and jnp.issubdtype(self.bias.dtype, jnp.floating)
 
     @property
     def are_empty(self) -> bool:
@@ -118,7 +126,7 @@ class Kernel:
         if self.implementation == "reference":  # XLA divides it by itself
             return batches.on_one_batch(self._forward, operands, state, plan)
         check_constant(self.implementation, T=operands.q.shape[-3], S=operands.k.shape[-3])
-        return batches.forward(self._forward, operands, state, plan)
+        return batches.forward(self._forward, operands, state, plan, self.rule.bias is not None)
 
     def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
         if self.implementation != "reference":
@@ -127,8 +135,8 @@ class Kernel:
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
             if plan is None:
                 plan = self.plan(operands.q.shape, operands.k.shape, operands.queries, operands.keys)
-            return mosaic_gpu_attention(*operands, self.rule, plan, state, out_dtype)
-        return IMPLEMENTATIONS[self.implementation][0](*operands, self.rule, state)
+            return mosaic_gpu_attention(*operands[:5], self.rule, plan, state, out_dtype)
+        return IMPLEMENTATIONS[self.implementation][0](*operands[:5], self.rule, state, operands.bias)
 
     def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
         """Return what `forward` derives from shapes, tokens and the rule alone; None: nothing."""
@@ -136,17 +144,21 @@ class Kernel:
             return None
         return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.rule, self.reserved_multiprocessors)
 
-    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        """Return the contribution of these keys to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
-        if operands.are_empty:
-            d_k, d_v = (
-                jnp.zeros_like(x, lse.dtype, shape=x.shape[-operands.q.ndim :]) for x in (operands.k, operands.v)
-            )
-            return jnp.zeros_like(operands.q, lse.dtype), d_k, d_v
-        return batches.backward(self._backward, operands, lse, row_terms, d_out)
+    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, ...]:
+        """Return the contribution of these keys to (d_q, d_k, d_v), given lse and `row_terms` over all keys.
 
-    def _backward(self, operands: Operands, *of_rows: Array) -> tuple[Array, Array, Array]:
-        return IMPLEMENTATIONS[self.implementation][1](*operands, self.rule, *of_rows)
+        A fourth result is the gradient of a bias of numbers.
+        """
+        if operands.are_empty:
+            parts: list[Any] = [operands.q, operands.k, operands.v, *[operands.bias] * operands.has_bias_gradient]
+            return tuple(jnp.zeros_like(x, lse.dtype, shape=x.shape[-operands.q.ndim :]) for x in parts)
+        return batches.backward(
+            self._backward, operands, lse, row_terms, d_out, has_constants=self.rule.bias is not None
+        )
+
+    def _backward(self, operands: Operands, *of_rows: Array) -> tuple[Array, ...]:
+        bias = () if operands.bias is None else (operands.bias,)
+        return IMPLEMENTATIONS[self.implementation][1](*operands[:5], self.rule, *of_rows, *bias)
 
 
 @runtime_checkable
@@ -158,7 +170,7 @@ class Algorithm(Protocol):
 
     def forward(self, operands: Any) -> tuple[Array, Array]: ...
 
-    def backward(self, operands: Any, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]: ...
+    def backward(self, operands: Any, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array | None, ...]: ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -188,9 +200,11 @@ def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array])
     # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
     gradients = end_reverse_mode(algorithm.backward(operands, lse, row_terms, d_out), _ONCE)
-    typed = (match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, operands[:3], strict=True))
-    # Operands after v are integers and have no gradient.
-    return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)
+    found = operands[:3] if len(gradients) == 3 else (*operands[:3], operands.bias)
+    typed = [d if d is None else match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, found, strict=True)]
+    # Other operands are integers and have no gradient, nor have pages of bits.
+    missing = (None,) * (len(operands) - len(typed))
+    return (type(operands)(*typed[:3], *missing, *typed[3:]),)
 
 
 attention_with_vjp.defvjp(_save, _backward)

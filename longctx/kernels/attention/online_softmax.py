@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.operand_dtype import wide_dtype
 
 
@@ -37,16 +36,11 @@ class OnlineSoftmax(NamedTuple):
         """Continue from the state (out, lse) of other keys: weights that sum to 1 at a peak of lse, or an empty row."""
         return cls(lse, (lse != -jnp.inf).astype(out.dtype), out)
 
-    def absorb(
-        self, q_rows: Array, k_block: Array, v_block: Array, rule: AttentionRule, seen: Array | None = None
-    ) -> "OnlineSoftmax":
-        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so.
+    def absorb(self, scores: Array, v_block: Array) -> "OnlineSoftmax":
+        """Take in the scores `[R, keys]` of a block, -inf where a row sees no key, and its values `[keys, Hv]`.
 
-        None: everywhere. Masked values are multiplied by 0, so they must be finite.
+        Masked values are multiplied by 0, so they must be finite.
         """
-        scores = rule.scores(dot(q_rows, k_block.T))
-        if seen is not None:
-            scores = jnp.where(seen, scores, -jnp.inf)
         peak = jnp.maximum(self.peak, _row_max(scores))
         finite = jnp.where(peak == -jnp.inf, 0, peak)
         weights = exp_below(scores, finite[:, None])

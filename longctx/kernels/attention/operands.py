@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import ArrayLike, Bool, Float
 
 from longctx.annotations import Nested, Real
 from longctx.kernels import selection
@@ -16,8 +17,11 @@ from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.rule import AttentionRule
+from longctx.kernels.attention.rule import AttentionRule, BiasFunction
 
+Bias = Float[ArrayLike, "... T S"] | Bool[ArrayLike, "... T S"] | BiasFunction
+_Name = Literal["mosaic_gpu", "xla", "reference"]
+Implementation = _Name | Sequence[_Name]
 Window = int | tuple[int | None, int | None]
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
@@ -114,26 +118,34 @@ def check_kernel(
     q: Array | jax.ShapeDtypeStruct,
     causal: bool,
     scale: Real | None,
-    implementation: str | None,
+    implementation: str | Sequence[str] | None,
     window: Window | None = None,
     logits_soft_cap: Real | None = None,
     value_size: int | None = None,
+    bias: Any = None,
 ) -> Kernel:
     """Check the static arguments, fill in defaults and choose the implementation.
 
     Args:
       value_size: the head size of values. None: that of q.
+      bias: an array or a function; only a function becomes part of the kernel.
     """
-    check_implementation(implementation, IMPLEMENTATIONS)
+    names = check_implementation(implementation, IMPLEMENTATIONS)
     soft_cap = check_soft_cap(logits_soft_cap)
-    case = selection.Case(q.dtype, q.shape[-1], value_size or q.shape[-1], soft_cap is not None)
-    rule = AttentionRule(bool(causal), check_scale(scale, q.shape[-1]), check_window(window), soft_cap)
-    return Kernel(selection.choose(implementation, case), rule)
+    case = selection.Case(q.dtype, q.shape[-1], value_size or q.shape[-1], soft_cap is not None, bias is not None)
+    window, function = check_window(window), bias if callable(bias) else None
+    rule = AttentionRule(bool(causal), check_scale(scale, q.shape[-1]), window, soft_cap, function)
+    return Kernel(selection.choose(names, case), rule)
 
 
-def check_implementation(implementation: str | None, known: Iterable[str]) -> None:
-    if implementation is not None and implementation not in list(known):
-        raise ValueError(f"implementation must be None or one of {sorted(known)}, got {implementation!r}")
+def check_implementation(implementation: str | Sequence[str] | None, known: Iterable[str]) -> tuple[str, ...]:
+    """Check the names and return them; none: the best is to be chosen."""
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if (implementation is not None and not names) or not {*names} <= {*known}:
+        raise ValueError(
+            f"implementation must be None, one of {sorted(known)}, or a sequence of these, got {implementation!r}"
+        )
+    return names
 
 
 def check_scale(scale: Real | None, head_size: int) -> float:
@@ -179,6 +191,44 @@ def check_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
     if sinks.shape != q.shape[-2:-1]:
         raise ValueError(f"sinks must have the shape {q.shape[-2:-1]}, a number for each head of q, got {sinks.shape}")
     return sinks
+
+
+def check_bias(bias: Bias | None, q: Array, k: Array) -> Array | None:
+    """Check a bias for q `[*B, T, N, H]` and k, and return an array with the dimensions of `[*B or 1, N, T, S]`.
+
+    A function, which the kernel has, becomes the numbers of the heads.
+    """
+    *batch, length, heads, _ = q.shape
+    if bias is None:
+        return None
+    if callable(bias):
+        _check_bias_function(bias, heads, length, k.shape[-3])
+        return jnp.arange(heads, dtype=jnp.int32).reshape((1,) * (len(batch) or 1) + (heads, 1, 1))
+    bias = check_array("bias", bias, may_be_bool=True)
+    if bias.dtype != bool:
+        check_floating("bias", bias.dtype)
+    wanted = (*batch, heads, length, k.shape[-3])
+    own = bias.shape[::-1]
+    if bias.ndim > len(wanted) or any(have not in (1, want) for have, want in zip(own, wanted[::-1], strict=False)):
+        raise ValueError(f"bias must have a shape that broadcasts to {wanted}, [*B, N, T, S], got {bias.shape}")
+    return bias.reshape((1,) * (max(len(wanted), 4) - bias.ndim) + bias.shape)
+
+
+def _check_bias_function(bias: BiasFunction, heads: int, length: int, kv_length: int) -> None:
+    """Check that a bias can be traced, holds no traced arrays and returns numbers that broadcast to `[N, T, S]`."""
+    arguments = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((heads, 1, 1), (1, length, 1), (1, 1, kv_length)))
+    traced = jax.make_jaxpr(bias)(*arguments)
+    if any(isinstance(x, jax.core.Tracer) for x in traced.consts):
+        raise TypeError(
+            "bias must be a function that holds no traced arrays: it has no gradient in them; pass an array"
+        )
+    wanted, (found, *rest) = (heads, length, kv_length), traced.out_avals or [None]
+    own = getattr(found, "shape", (0,))
+    if rest or len(own) > 3 or any(have not in (1, want) for have, want in zip(own[::-1], wanted[::-1], strict=False)):
+        raise ValueError(
+            f"bias must return an array that broadcasts to {wanted} for heads {(heads, 1, 1)}, q_positions "
+            f"{(1, length, 1)} and kv_positions {(1, 1, kv_length)}, got {', '.join(map(str, traced.out_avals))}"
+        )
 
 
 def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtype:

@@ -1,11 +1,18 @@
 """The rule of attention: which keys a query sees, and what makes a score. Static, one for all implementations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from longctx.kernels.attention.mask import Tokens, Visible
+
+BiasFunction = Callable[[Array, Array, Array], Array]
+"""From the numbers of query heads, and the positions of queries and of keys, integers, to what is added to scores.
+
+The three broadcast against each other, and the result has the shape that they broadcast to, or broadcasts to it.
+"""
 
 
 class AttentionRule(NamedTuple):
@@ -16,12 +23,14 @@ class AttentionRule(NamedTuple):
       scale: factor on the products of queries and keys.
       window: the most tokens before a query, and after it, that it sees; None: any number.
       soft_cap: scores are `soft_cap * tanh(score / soft_cap)`; None: as they are.
+      bias: added to scores after the cap. None: nothing, or the array that the operands have.
     """
 
     causal: bool
     scale: float
     window: tuple[int | None, int | None] = (None, None)
     soft_cap: float | None = None
+    bias: BiasFunction | None = None
 
     def visible(self, queries: Tokens) -> Visible:
         """Return the keys that each query sees."""
@@ -41,7 +50,18 @@ class AttentionRule(NamedTuple):
         return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
 
     def slope(self, scores: Array) -> Array | float:
-        """Return the derivative of `cap` where its results are `scores`; for -inf, which is masked, 0 or 1."""
-        if self.soft_cap is None:
-            return 1.0
-        return 1 - jnp.square(jnp.maximum(scores, -self.soft_cap) / self.soft_cap)
+        """Return the derivative of `cap` where its results are `scores`."""
+        return 1.0 if self.soft_cap is None else 1 - jnp.square(scores / self.soft_cap)
+
+    def biased(self, scores: Array, bias: Array | None, q_positions: Array, kv_positions: Array) -> Array:
+        """Return the scores with the bias, and -inf where that says that a query sees no key.
+
+        Args:
+          scores: capped.
+          bias: the operand for these scores, see `Operands.bias`; like the positions, it broadcasts to the scores.
+        """
+        if bias is None:
+            return scores
+        if self.bias is not None:
+            return scores + jnp.asarray(self.bias(bias, q_positions, kv_positions)).astype(scores.dtype)
+        return jnp.where(bias, scores, -jnp.inf) if bias.dtype == bool else scores + bias.astype(scores.dtype)

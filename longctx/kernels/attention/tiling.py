@@ -18,6 +18,7 @@ from longctx.kernels.attention.mask import (
     summarise_visible,
     visible,
 )
+from longctx.kernels.attention.rule import AttentionRule
 
 # Rows of a tile and keys of a block, chosen by measurement on CPU (docs/attention.md): fewer rows take longer blocks.
 _ROWS = 1024
@@ -31,6 +32,7 @@ _ZERO = np.int32(0)
 class Tiling(NamedTuple):
     """The tiles of one call. Blocks are slices in place: the last block is moved back, so that it ends at T or S."""
 
+    q_positions: Array
     queries: Visible
     keys: Tokens
     kv_heads: int
@@ -48,14 +50,16 @@ class Tiling(NamedTuple):
         cls,
         q: Array,
         k: Array,
-        queries: Visible,
+        tokens: Tokens,
         keys: Tokens,
+        rule: AttentionRule,
         join_heads: bool = False,
     ) -> "Tiling":
         """Choose tiles for q `[B, T, N, H]` and k `[B, S, K, H]` (or `[2, B, S, K, H]`, keys and values in one array).
 
         With `join_heads`, the KV heads of a key form one head of size K * H, which all query heads share.
         """
+        queries = rule.visible(tokens)
         batch, q_length, heads, _ = q.shape
         kv_batch, kv_length, kv_heads, _ = k.shape[-4:]
         block_heads, kv_heads = (kv_heads, 1) if join_heads else (1, kv_heads)
@@ -68,6 +72,7 @@ class Tiling(NamedTuple):
         q_blocks, kv_blocks = summarise_visible(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
         return cls(
+            q_positions=jnp.asarray(tokens.positions),
             queries=queries,
             keys=keys,
             kv_heads=kv_heads,
@@ -141,6 +146,32 @@ class Tile(NamedTuple):
         """Add to a block of x `[B, S, K, H]`."""
         update = (self.block(x, index) + update)[None, :, None]
         return lax.dynamic_update_slice(x, update, self._block_at(index))
+
+    def scores(self, capped: Array, index: Array, rule: AttentionRule, bias: Array | None, masked: bool) -> Array:
+        """The scores `[R, kv_block]` of a block, from the capped ones: with the bias, and if `masked` with the mask."""
+        if bias is not None:
+            tiling, first_key = self.tiling, self._first_key(index)
+            rows = self._tokens(tiling.q_positions, self.first, tiling.q_block)[0]
+            keys = self._tokens(tiling.keys.positions, first_key, tiling.kv_block)
+            block = lax.dynamic_slice(bias, self._bias_at(bias, index), self._bias_size(bias))[0].swapaxes(0, 1)
+            block = jnp.broadcast_to(block, (tiling.q_block, tiling.group, block.shape[2])).reshape(-1, block.shape[2])
+            capped = rule.biased(capped, block, jnp.repeat(rows, tiling.group)[:, None], keys)
+        return jnp.where(self.visible(index), capped, -jnp.inf) if masked else capped
+
+    def add_bias(self, x: Array, index: Array, d_scores: Array) -> Array:
+        """Add the gradients of scores `[R, kv_block]` to those of a bias `[B or 1, N or 1, T or 1, S or 1]`."""
+        at, size = self._bias_at(x, index), self._bias_size(x)
+        update = d_scores.reshape(1, self.tiling.q_block, self.tiling.group, -1).swapaxes(1, 2)
+        shared = tuple(dim for dim, length in enumerate(size) if length == 1)
+        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, size) + jnp.sum(update, shared, keepdims=True), at)
+
+    def _bias_size(self, x: Array) -> tuple[int, ...]:
+        size = 1, self.tiling.group, self.tiling.q_block, self.tiling.kv_block
+        return tuple(1 if length == 1 else own for length, own in zip(x.shape, size, strict=True))
+
+    def _bias_at(self, x: Array, index: Array) -> tuple[Any, ...]:
+        at = self.batch, self.head * self.tiling.group, self.first, self._first_key(index)
+        return tuple(_ZERO if length == 1 else own for length, own in zip(x.shape, at, strict=True))
 
     def visible(self, index: Array) -> Array:
         """Bool `[R, kv_block]`: whether a row sees a key of the block."""

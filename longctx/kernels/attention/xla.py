@@ -30,6 +30,7 @@ def xla_attention(
     keys: Tokens,
     rule: AttentionRule,
     state: tuple[Array, Array] | None = None,
+    bias: Array | None = None,
 ) -> tuple[Array, Array]:
     """Compute (out `[B, T, N, Hv]`, lse `[B, T, N]`), float32 or wider.
 
@@ -42,7 +43,7 @@ def xla_attention(
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
-    tiling = Tiling.of(q, k, rule.visible(queries), keys, join_heads)
+    tiling = Tiling.of(q, k, queries, keys, rule, join_heads)
     grouped = tiling.group_heads(_to_block_diagonal(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -51,7 +52,8 @@ def xla_attention(
 
         def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
-            return softmax.absorb(q_rows, k_block, v_block, rule, tile.visible(block) if masked else None)
+            capped = rule.scores(dot(q_rows, k_block.T))
+            return softmax.absorb(tile.scores(capped, block, rule, bias, masked), v_block)
 
         old_out, old_lse = (tile.rows(x) for x in state)
         out_rows, lse_rows = tile.sweep(step, OnlineSoftmax.of_state(old_out, old_lse)).state()
@@ -85,48 +87,50 @@ def xla_backward(
     lse: Array,
     row_terms: Array,
     d_out: Array,
-) -> tuple[Array, Array, Array]:
+    bias: Array | None = None,
+) -> tuple[Array, ...]:
     """d_q, d_k and d_v in one pass over the tiles and ranges of the forward pass, with five matrix products a block.
+
+    A fourth result is the gradient of a bias of numbers.
 
     Factors of products have the dtype of `operand_dtype`: where that has 16 bits, d_out, the weights and the gradients
     of scores are rounded to it, and in float16 must be within 65504. Results are summed in float32.
     """
     dtype, operands = lse.dtype, operand_dtype(q.dtype)
-    tiling = Tiling.of(q, k, rule.visible(queries), keys)
+    tiling = Tiling.of(q, k, queries, keys, rule)
     # Every weight of an empty row is exp(score - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     grouped, d_out, row_terms, lse = map(tiling.group_heads, (q, d_out, row_terms, lse))
 
-    def compute_tile(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def compute_tile(index: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         tile = tiling.tile(index)
         q_rows, d_out_rows = (tile.rows(x).astype(operands) for x in (grouped, d_out))
         terms = tile.rows(row_terms)
         # Rows that the last tile shares with the tile before get weight 0 here, and add nothing.
         lse_rows = jnp.where(tile.own_rows(), tile.rows(lse), jnp.inf)
 
-        def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
-            d_q_rows, d_k, d_v = carry
+        def step(block: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+            d_q_rows, d_k, d_v, *d_bias = carry
             k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
             # The same operations as in the forward pass, so that scores are the same to the bit: exp multiplies what
             # they differ by, which is 1e-7 of them.
-            scores = rule.scores(dot(q_rows, k_block.T))
-            if masked:
-                scores = jnp.where(tile.visible(block), scores, -jnp.inf)
-            weights = exp_below(scores, lse_rows[:, None])
-            d_scores = weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * rule.scale
-            d_scores = (d_scores * rule.slope(scores)).astype(operands)
+            capped = rule.scores(dot(q_rows, k_block.T))
+            weights = exp_below(tile.scores(capped, block, rule, bias, masked), lse_rows[:, None])
+            d_scores = weights * (dot(d_out_rows, v_block.T) + terms[:, None])
+            d_bias = [tile.add_bias(x, block, d_scores) for x in d_bias]
+            d_scores = (d_scores * rule.scale * rule.slope(capped)).astype(operands)
             d_k = tile.add_block(d_k, block, dot(d_scores.T, q_rows))
             d_v = tile.add_block(d_v, block, dot(weights.astype(operands).T, d_out_rows))
-            return d_q_rows + dot(d_scores, k_block), d_k, d_v
+            return d_q_rows + dot(d_scores, k_block), d_k, d_v, *d_bias
 
-        d_q, d_k, d_v = state
-        d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows, dtype), d_k, d_v))
-        return tile.add_rows(d_q, d_q_rows), d_k, d_v
+        d_q_rows, *rest = tile.sweep(step, (jnp.zeros_like(q_rows, dtype), *state[1:]))
+        return tile.add_rows(state[0], d_q_rows), *rest
 
-    zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=x.shape[-4:]) for x in (k, v))
+    added = (bias,) if bias is not None and jnp.issubdtype(bias.dtype, jnp.floating) else ()
+    zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=x.shape[-4:]) for x in (k, v, *added))
     zeros, (_, k, v) = hold(zeros, (q, k, v))
-    d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
-    return d_q.reshape(q.shape), d_k, d_v
+    d_q, *rest = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
+    return d_q.reshape(q.shape), *rest
 
 
 def _to_block_diagonal(q: Array, kv_heads: int) -> Array:

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
 from longctx.annotations import Nested, Real
+from longctx.kernels.attention.kernel import attention_with_vjp
 from longctx.kernels.attention.operands import (
     Window,
     check_implementation,
@@ -17,10 +18,11 @@ from longctx.kernels.attention.operands import (
     check_window,
 )
 from longctx.kernels.attention.rule import AttentionRule
-from longctx.kernels.derivatives import end_reverse_mode
+from longctx.kernels.derivatives import reverse_mode_alone
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.operand_dtype import wide_dtype
+from longctx.kernels.paged_attention.gradient import PagedKernel, PlannedPages
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
     IMPLEMENTATIONS,
@@ -30,11 +32,6 @@ from longctx.kernels.paged_attention.paged_plan import (
     shapes_of,
 )
 from longctx.kernels.partitioning import Rule, match_varying, partitioned, without_ones
-
-_NO_GRADIENT = (
-    'paged_attention has no gradient but for implementation="reference": take longctx.kernels.attention, whose keys '
-    "are not in pages, or jax.jvp"
-)
 
 
 def paged_attention(
@@ -62,9 +59,8 @@ def paged_attention(
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]`, within the `window`, and
     below that sequence's `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order;
-    consecutive rows of one sequence save work. The work follows the lengths, not M, B or padding. There is no gradient
-    but for `"reference"`, only `jax.jvp`. As `attention`, it compiles once for its shapes outside of `jax.jit`, and
-    arrays may be NumPy's.
+    consecutive rows of one sequence save work. The work follows the lengths, not M, B or padding. As `attention`, it
+    compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
 
     Args:
       q: queries `[T, N, H]`, floating point.
@@ -126,16 +122,16 @@ def paged_attention(
     operands = check_paged_operands(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale
     )
-    check_implementation(implementation, IMPLEMENTATIONS)
+    names = check_implementation(implementation, IMPLEMENTATIONS)
     cap = check_soft_cap(logits_soft_cap)
     rule = AttentionRule(True, check_scale(scale, operands.q.shape[-1]), check_window(window), cap)
     sinks = check_sinks(sinks, operands.q)
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
-        implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages, cap is not None)
+        chosen = choose_implementation(names, operands.q.dtype, operands.k_pages, cap is not None)
     elif not isinstance(plan, PagedPlan):
         raise TypeError(f"plan must be what plan_paged_attention returns, got {type(plan).__name__}")
-    elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
+    elif plan.shapes != shapes_of(operands) or (names and plan.implementation not in names):
         raise ValueError(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
@@ -149,9 +145,10 @@ def paged_attention(
         raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")
     else:
         pages = operands.k_pages
-        implementation = choose_implementation(plan.implementation, operands.q.dtype, pages, cap is not None)
+        chosen = choose_implementation([plan.implementation], operands.q.dtype, pages, cap is not None)
     wide = None if sinks is None else wide_dtype(operands.q.dtype)
-    out, lse = with_sinks(_paged_attention(operands, plan, implementation, rule, wide or out_dtype), sinks)
+    with reverse_mode_alone("paged_attention", chosen):
+        out, lse = with_sinks(_paged_attention(operands, plan, chosen, rule, wide or out_dtype), sinks)
     return out.astype(out_dtype), lse
 
 
@@ -168,9 +165,10 @@ def _paged_attention(
         out = jnp.zeros_like(operands.q, wide_dtype(operands.q.dtype))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        out, lse = _divided(operands, plan, rule, out_dtype)
-        if plan.implementation != "reference":
-            out, lse = end_reverse_mode((out, lse), _NO_GRADIENT)
+        planned = PlannedPages(*operands[:3], operands[3:], plan)
+        kernel = PagedKernel(_divided, rule, out_dtype)
+        is_reference = plan.implementation == "reference"
+        out, lse = kernel.forward(planned) if is_reference else attention_with_vjp(kernel, planned)
     return out.astype(out_dtype), lse
 
 

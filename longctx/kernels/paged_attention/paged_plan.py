@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -142,7 +142,7 @@ def plan_paged_attention(
       >>> bool((out == paged_attention(q, k_pages, v_pages, *metadata)[0]).all())
       True
     """
-    check_implementation(implementation, IMPLEMENTATIONS)
+    names = check_implementation(implementation, IMPLEMENTATIONS)
     if q_dtype is None:
         q_dtype = jnp.bfloat16 if k_pages.dtype in (jnp.uint16, BITS, E4M3) else k_pages.dtype
     check_floating("q_dtype", q_dtype)
@@ -160,7 +160,7 @@ def plan_paged_attention(
     if not isinstance(reserved_multiprocessors, Integral) or reserved_multiprocessors < 0:
         raise ValueError(f"reserved_multiprocessors must be an integer of 0 or more, got {reserved_multiprocessors!r}")
     limits = check_window(window)[0], max_rows_per_sequence, int(reserved_multiprocessors)
-    chosen = choose_implementation(implementation, q.dtype, pages)
+    chosen = choose_implementation(names, q.dtype, pages)
     return _plan(q, pages, chosen, limits, metadata)
 
 
@@ -183,12 +183,10 @@ def make_plan(operands: PagedOperands, implementation: str, before: int | None, 
     return PagedPlan(implementation, before, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
 
 
-def choose_implementation(
-    implementation: str | None, q_dtype: jnp.dtype, k_pages: Any, has_soft_cap: bool = False
-) -> str:
+def choose_implementation(names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, has_soft_cap: bool = False) -> str:
     """`selection.choose` for queries of a dtype and pages: an array, or its type."""
     case = selection.Case.of_pages(q_dtype, k_pages)
-    return selection.choose(implementation, case._replace(has_soft_cap=has_soft_cap))
+    return selection.choose(names, case._replace(has_soft_cap=has_soft_cap))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from longctx.kernels.attention.online_softmax import OnlineSoftmax
+from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8_rows import dequantize_rows
@@ -96,8 +96,9 @@ def _compute_tiles(
             pages = operands.first_page + operands.page_table[sequence, entry]
             k_block = _block(operands.k_pages, operands.k_scale, pages, head, heads, q.dtype, operand)
             v_block = _block(operands.v_pages, operands.v_scale, pages, head, heads, q.dtype, operand)
+            scores = rule.scores(dot(q_rows, k_block.T))
             if not masked:
-                return softmax.absorb(q_rows, k_block, v_block, rule)
+                return softmax.absorb(scores, v_block)
             page = entry if operands.page_index is None else operands.page_index[sequence, entry]
             key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
             written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
@@ -107,7 +108,7 @@ def _compute_tiles(
                 seen &= key[None] >= (jnp.maximum(positions, 0) - rule.window[0])[:, None]
             # A slot never written may hold NaN, which a weight of 0 would not remove.
             v_block = jnp.where(written[:, None], v_block, 0)
-            return softmax.absorb(q_rows, k_block, v_block, rule, jnp.repeat(seen, heads * group, axis=0))
+            return softmax.absorb(jnp.where(jnp.repeat(seen, heads * group, axis=0), scores, -jnp.inf), v_block)
 
         num_full = num_full // per_block
         first_full: Any = _ZERO

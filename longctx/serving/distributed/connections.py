@@ -53,10 +53,6 @@ class Received(NamedTuple):
 class ControlServer:
     """Control connections of process 0.
 
-    Attributes:
-      address: where it listens.
-      rejected: counts connections and messages of others.
-
     Raises:
       ValueError: it can't listen at the network's address and this port.
     """
@@ -98,11 +94,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """Control connection of another process.
-
-    Attributes:
-      address: where process 0 listens.
-    """
+    """Control connection of another process."""
 
     def __init__(self, network: Network, key: Key, address: Address, process: int) -> None:
         self.socket = network.connect(zmq.DEALER, key)

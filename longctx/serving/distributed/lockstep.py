@@ -31,11 +31,7 @@ DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next
 
 
 class Lockstep:
-    """One process's part in the lockstep of a process group; a process alone does nothing for it.
-
-    Attributes:
-      now: the time that process 0 sent last, on the other processes.
-    """
+    """One process's part in the lockstep of a process group; a process alone does nothing for it."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
@@ -74,13 +70,11 @@ class Lockstep:
 
     def note_plan(self, batch: Batch) -> None:
         """Add a planned batch to the digest."""
-        if not self.is_alone:
-            self.decisions.add_plan(batch)
+        self.decisions.add_plan(batch)
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch to the digest."""
-        if not self.is_alone:
-            self.decisions.add_tokens(batch, tokens)
+        self.decisions.add_tokens(batch, tokens)
 
     # In process 0.
 
@@ -93,10 +87,9 @@ class Lockstep:
 
     def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step."""
-        if not self.is_alone:
-            self._send("step", now, self.decisions.digest if self._num_steps % DIGEST_INTERVAL == 0 else None)
-            self._is_settled = False
-            self._num_steps += 1
+        self._send("step", now, self.decisions.digest if self._num_steps % DIGEST_INTERVAL == 0 else None)
+        self._is_settled = False
+        self._num_steps += 1
 
     def settle(self, now: float) -> None:
         """Order all other processes to end the last step and apply updates, if there is need."""
@@ -119,8 +112,7 @@ class Lockstep:
 
     def send_warm_up(self) -> None:
         """Order all other processes to warm up."""
-        if not self.is_alone:
-            self.group.broadcast(encode_order(Order("warm_up")))
+        self.group.broadcast(encode_order(Order("warm_up")))
 
     # In the other processes.
 

@@ -157,14 +157,7 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 
 class RejectedConnections:
-    """Count of connections and messages that were dropped, and a log of them with at most one line a second.
-
-    Args:
-      name: what they came to, in the log.
-
-    Attributes:
-      count: how many there were.
-    """
+    """Count of connections and messages that were dropped, and a log of them with at most one line a second."""
 
     def __init__(self, name: str) -> None:
         self._name, self.count, self._logged = name, 0, 0

@@ -132,8 +132,8 @@ class DecisionLog(Protocol):
         ...
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None:
-        """The tokens sampled from a batch have come."""
-        ...
+        """The tokens sampled from a batch have come. By default nothing is done."""
+        return
 
 
 @runtime_checkable

@@ -103,12 +103,7 @@ class _Joiner(NamedTuple):
 
 
 class RendezvousServer:
-    """End of process 0, which waits for the others.
-
-    Attributes:
-      others: the ids of all other processes.
-      joiners: those that have come, by id.
-    """
+    """End of process 0, which waits for the others."""
 
     def __init__(self, cluster_env: ClusterEnv, control: ControlServer, options: RendezvousOptions) -> None:
         self.others = range(1, cluster_env.num_processes)

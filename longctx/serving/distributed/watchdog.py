@@ -43,13 +43,6 @@ class Peer:
 class Watchdog:
     """Thread that sends and receives, and ends the process when a peer is gone or a step makes no progress.
 
-    Args:
-      me: name of this process in messages.
-      control: used by the watchdog's thread alone from now on.
-      peers: all other processes in process 0, and only process 0 in the others.
-      relay: carries the connections of JAX's coordination service.
-      failure_timeout: seconds.
-
     Attributes:
       relay: as given.
       explain: returns this process's last decisions as text, for when those of another process differ.

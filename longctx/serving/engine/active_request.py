@@ -91,14 +91,6 @@ class ActiveRequests(dict[str, ActiveRequest]):
     """An engine's requests that have not ended, by id: the one registry, through which they enter and leave its core.
 
     Threads and signal handlers may claim ids at the same time. Other methods are called between steps.
-
-    Args:
-      input_processor: prepares and checks them.
-      maker: makes their sequences.
-      executor: its `sources` are where pages come from, by lease.
-      look_up: notes how much of the prompt of sequences can be loaded.
-      note: records an update.
-      clock: seconds.
     """
 
     def __init__(
@@ -232,11 +224,6 @@ class TokenStream(Iterator[Event]):
     """Iterator over the events of its requests. Closing or dropping it cancels those that have not ended.
 
     The thread that waits for an event runs the engine's next step.
-
-    Args:
-      take_turn: runs a step for a call of this name, unless there are events by now.
-      lock: of the engine.
-      leave: ends what has not ended of requests.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class AdmissionControl:
           max_tokens: that it might have had.
         """
         if output.finish_reason in ("stop", "length"):
-            self.estimator.note_length(len(output.token_ids) / max_tokens)
+            self.estimator.lengths.append(len(output.token_ids) / max_tokens)
 
 
 class _Copy(NamedTuple):
@@ -183,7 +183,7 @@ class TtftEstimator:
         self._wanted_until = self._rests_until = 0.0
         # The last answer, the seconds before its own prompt, and those of the prompts of requests let in since then.
         self._last, self._last_wait, self._since_last = TtftEstimate(0.0, 0.0, "queue"), 0.0, 0.0
-        self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
+        self.lengths: deque[float] = deque(maxlen=_LENGTHS)  # of completions that have ended, as shares of max_tokens
         self._counting, self._looking = threading.Lock(), threading.Lock()
 
     def of(
@@ -244,10 +244,6 @@ class TtftEstimator:
         with self._counting:
             self._since_last += alone
 
-    def note_length(self, share: float) -> None:
-        """Note which share of its max_tokens a completion had that has ended."""
-        self._lengths.append(share)
-
     def _look(
         self,
         made: _Copy,
@@ -256,7 +252,7 @@ class TtftEstimator:
         horizon: float,
         stop: float,
     ) -> TtftEstimate:
-        lengths = tuple(self._lengths)
+        lengths = tuple(self.lengths)
         share = sum(lengths) / len(lengths) if lengths else 1.0
         now, scheduler = self._engine.now(), copy_scheduler(made.scheduler)
         there = {

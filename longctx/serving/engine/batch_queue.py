@@ -16,11 +16,8 @@ class BatchQueue:
     In a pipeline of S stages a batch is in the last one S - 1 steps after it began; if nothing else is to be computed
     until then, these steps are idle. A step takes as long as the slowest of the batches in the stages.
 
-    Args:
-      run_ahead: steps that are planned before the results of the first of them are there, at most.
-
     Attributes:
-      run_ahead: see above.
+      run_ahead: steps that are planned before the results of the first of them are there, at most.
       num_idle: stages that had nothing to do in a step, summed over steps.
     """
 
@@ -50,11 +47,7 @@ class BatchQueue:
         return sum(batch.predicted for batch in islice(self._queue, later, None)) < _AHEAD
 
     def is_steady(self, least: float, most: float) -> bool:
-        """Whether batches that compute leave room for others alike, as long as each is predicted to take between these.
-
-        Args:
-          least, most: seconds.
-        """
+        """Whether batches that compute leave room for others alike, as long as each takes between these seconds."""
         return (self.run_ahead - 1) * most < _AHEAD or least >= _AHEAD
 
     def advance(self, times: int, seconds: Callable[[int], float]) -> None:

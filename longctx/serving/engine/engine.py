@@ -124,11 +124,11 @@ class Engine:
     ) -> None:
         self.process_group, self.takes_handoffs = process_group or ProcessGroup.alone(), recorder is None
         self._lockstep = Lockstep(self.process_group)
-        setup = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
+        setup = resolve(model, params, config, mesh, plan, tokenizer, predictor, self.process_group, topology)
         self.page_identity = setup.identify_pages(params)
         store = store or setup.open_store(self.page_identity)
         if executor is None:
-            executor, setup = setup.make_executor(params, store, process_group)
+            executor, setup = setup.make_executor(params, store, self.process_group)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
         self.config, self.plan, self.mesh = setup.config, setup.plan, setup.mesh
@@ -138,7 +138,8 @@ class Engine:
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         if recorder is not None:
             setup.begin_recording(recorder, params, self.core, self._lockstep.leads)
-        self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
+        self._journals: list[Journal] = [] if recorder is None else [recorder]
+        self._journals += [] if self._lockstep.is_alone else [self._lockstep]
         self.executor, self.now = executor, clock
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._monitors = [] if monitor is None else [monitor]
@@ -146,12 +147,10 @@ class Engine:
         self._is_idle = False  # whether the last step had nothing to begin
         self._events: deque[Event] = deque()  # that `step` returns
         self._lock = StepLock(self._settle, self._fail)
-        look_up = lambda sequences: self.pages.look_up(sequences)  # noqa: E731
+        now = lambda: self.now()  # noqa: E731
+        self.pages = PageTransfers(self.core, executor, store, self._note, self._lock.update, now, self._lockstep)
         self.requests = ActiveRequests(
-            self.core, self.input_processor, self._sequence_maker, executor, look_up, self._note, lambda: self.now()
-        )
-        self.pages: PageTransfers = PageTransfers(
-            self.core, executor, store, self._note, self._lock.update, lambda: self.now(), self._lockstep
+            self.core, self.input_processor, self._sequence_maker, executor, self.pages.look_up, self._note, now
         )
 
     def generate(
@@ -253,7 +252,7 @@ class Engine:
           RuntimeError: requests have not ended, other processes take part, or it is recorded.
         """
         with self._without_requests("lend_executor", "an engine is measured while it serves no request:"):
-            if self._journals != [self._lockstep] or not self._lockstep.is_alone:
+            if self._journals:
                 raise RuntimeError("an engine is measured in one process alone, and not while it is recorded")
             self.core.pool.clear()
             with self._lock.failing():
@@ -411,15 +410,17 @@ class Engine:
 
     def _take_turn(self, call: str, events: deque[Event] | None) -> None:
         """Run a step; nothing if there are events by the time that it is this thread's turn."""
-        with self._lock.turn(call), Interrupts():
-            if not events:
-                self._step()
+        with self._lock.turn(call):
+            if not (events or self._is_warm or self._lockstep.is_alone):
+                self._check_alive()
+                self._warm_up()  # takes minutes, in which an interrupt ends all processes
+            with Interrupts():
+                if not events:
+                    self._step()
 
     def _step(self) -> None:
         self._check_alive()
         self._lock.apply_locked()
-        if not (self._is_warm or self._lockstep.is_alone):
-            self._warm_up()
         now, metrics = self.now(), None
         with self._lock.failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
@@ -468,13 +469,13 @@ class Engine:
         """Compile all programs, and run them once."""
         if self._lockstep.is_alone:
             self.executor.compile(progress)  # an interrupt here breaks nothing
-        with Interrupts(), self._lock.failing():
-            if self._lockstep.is_alone:
+            with Interrupts(), self._lock.failing():
                 self.executor.warm_up()
-            else:
+        else:
+            with self._lock.failing():
                 self._lockstep.send_warm_up()
                 self._lockstep.warm_up(self.executor, progress)
-            self._is_warm = True
+        self._is_warm = True
 
     def _check_alive(self) -> None:
         self._lock.check_alive()

@@ -21,11 +21,6 @@ class Follower:
 
     A step ends here when the next one is ordered, since only the first process knows how long it took. Requests are not
     checked: the first process has.
-
-    Args:
-      requests, pages: of the engine.
-      turn: a context in which an order is carried out, and no other thread's calls.
-      sources: where pages of other engines come from; None: nowhere.
     """
 
     def __init__(

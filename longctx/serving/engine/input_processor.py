@@ -135,11 +135,7 @@ class InputProcessor:
 
 
 class SequenceMaker:
-    """Factory of the sequences of prepared requests, in the order of arrival: an engine has one.
-
-    Args:
-      sessions: where conversations stopped.
-    """
+    """Factory of the sequences of prepared requests, in the order of arrival: an engine has one."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """Memory that an engine needs on its devices, estimated before it is allocated, and memory that there is."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,52 +19,7 @@ from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_transfer import MAX_BUCKET_BYTES
 
-LOWER = {
-    "params": "give plan a larger stage or tensor, or the parameters a smaller dtype",
-    "pages": "lower num_pages or page_size; about {fit:,} pages fit",
-    "steps": "lower max_running or token_budget",
-}
-"""Advice by what takes most memory: parameters, pages or steps."""
-
-
-class MemoryEstimate(NamedTuple):
-    """Bytes of the parameters, of the cache's pages, and of what a step computes with and keeps for each slot.
-
-    They are of one accelerator; of CPU devices, which share the host's memory, of all of this process's together. A CPU
-    holds parameters twice while an engine is made, as loaded and as `shard_params` arranges them.
-    """
-
-    params: int
-    pages: int
-    steps: int
-    page: int  # one page
-
-    def check(self, device: jax.Device, lower: Mapping[str, str] = LOWER) -> int | None:
-        """Check that it fits; the bytes that there are, None where they are unknown.
-
-        Args:
-          lower: what to do where parameters, pages or steps take most; `{fit}` is how many pages fit.
-        """
-        limit = available_bytes(device)
-        if limit is None or self.total <= limit:
-            return limit
-        helpful = [max(lower, key=lambda name: getattr(self, name))]
-        if "steps" not in helpful and self.steps >= self.total - limit:
-            helpful.append("steps")
-        fit = max(0, limit - self.params - self.steps) // self.page
-        where = "the host" if device.platform == "cpu" else str(device)
-        raise ValueError(
-            f"{in_units(self.total)} of memory are needed ({self}), and {where} has {in_units(limit)}: "
-            + "; or ".join(lower[name].format(fit=fit) for name in helpful)
-        )
-
-    @property
-    def total(self) -> int:
-        return self.params + self.pages + self.steps
-
-    def __str__(self) -> str:
-        parts = ((self.params, "parameters"), (self.pages, "pages"), (self.steps, "steps"))
-        return ", ".join(f"{name} {in_units(count)}" for count, name in parts)
+_UNKNOWN = 1 << 60  # bytes: nothing takes as many
 
 
 def estimate(
@@ -76,22 +30,41 @@ def estimate(
     num_pages: int,
     max_length: int,
     is_loaded: bool = False,
-) -> MemoryEstimate:
-    """Estimate what an engine needs: its pages exactly, its steps roughly.
+) -> MemoryUse:
+    """Estimate what an engine takes of memory: its pages exactly, its steps roughly.
+
+    This is of one accelerator; of CPU devices, which share the host's memory, of all of this process's together. A CPU
+    holds parameters twice while an engine is made, as loaded and as `shard_params` arranges them.
 
     Args:
       num_pages: of each context rank.
       max_length: tokens of the longest sequence.
-      is_loaded: whether the parameters are loaded already; what a CPU's host has available excludes them then.
+      is_loaded: whether the parameters are loaded already.
     """
-    page = page_bytes(model, config, mesh, dtype)
-    params, steps = param_bytes(model, mesh, dtype), _step_bytes(model, config, mesh, dtype, max_length)
-    devices = mesh.local_devices
-    if devices[0].platform == "cpu":
-        page, params, steps = (x * len(devices) for x in (page, params, steps))
+    weights, page = param_bytes(model, mesh, dtype), page_bytes(model, config, mesh, dtype)
+    slots, temporaries = _slot_bytes(model, config, mesh, dtype, max_length), _temporary_bytes(model, config, mesh)
+    memory = DeviceMemory.of(mesh.local_devices)
+    if memory is None:
+        limit, count = available_bytes() or _UNKNOWN, len(mesh.local_devices)
         is_copied = np.dtype(dtype).itemsize <= 4 and model.config.quantization is None
-        params *= (2 if is_copied else 1) - is_loaded
-    return MemoryEstimate(params, num_pages * page, steps, page)
+        weights *= count * ((2 if is_copied else 1) - is_loaded)
+        slots, temporaries, page = (x * count for x in (slots, temporaries, page))
+        host = DeviceMemory(limit, 0, limit, limit)
+        return MemoryUse(host, weights, slots, num_pages * page, page, config.page_size, temporaries)
+    if not is_loaded:
+        memory = memory._replace(used=memory.used + weights)
+    return MemoryUse(
+        memory,
+        weights,
+        slots,
+        num_pages * page,
+        page,
+        config.page_size,
+        temporaries,
+        outputs=steps_in_flight(config) * config.token_budget * model.config.hidden_size * np.dtype(dtype).itemsize,
+        autotuning=_autotuning_bytes(model, config, mesh, dtype),
+        transfers=_transfer_bytes(config, mesh, page),
+    )
 
 
 def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
@@ -100,46 +73,22 @@ def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLi
     There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else,
     of which parameters are still to be loaded.
     """
-    device, page = DeviceMemory.of(mesh.local_devices), page_bytes(model, config, mesh, dtype)
-    if device is None:
+    if DeviceMemory.of(mesh.local_devices) is None:
+        page = page_bytes(model, config, mesh, dtype)
         fit = (1 << 30) // page
         if not fit:
             raise ValueError(f"num_pages: there is no room for a page of {page:,} bytes in 1 GiB")
     else:
-        device = device._replace(used=device.used + param_bytes(model, mesh, dtype))
-        use = memory_use(model, config, mesh, dtype, device, max_length)
+        use = estimate(model, config, mesh, dtype, 0, max_length)
         fit = use.num_fitting
         if not fit:
-            use.check(needed=page)
+            use.check(needed=use.page)
     return min(fit, most_pages(config, max_length))
 
 
 def most_pages(config: EngineConfig, max_length: int) -> int:
     """Pages that all that may run could ever need."""
     return config.max_running * -(-max_length // config.page_size)
-
-
-def memory_use(
-    model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, device: DeviceMemory, max_length: int
-) -> MemoryUse:
-    """Compute what an engine takes of an accelerator's memory beside its pages; of a step, by estimation.
-
-    Args:
-      device: with the parameters among what is used.
-    """
-    page = page_bytes(model, config, mesh, dtype)
-    return MemoryUse(
-        device,
-        weights=param_bytes(model, mesh, dtype),
-        slots=_slot_bytes(model, config, mesh, dtype, max_length),
-        pages=0,
-        page=page,
-        page_tokens=config.page_size,
-        temporaries=_temporary_bytes(model, config, mesh),
-        outputs=steps_in_flight(config) * config.token_budget * model.config.hidden_size * np.dtype(dtype).itemsize,
-        autotuning=_autotuning_bytes(model, config, mesh, dtype),
-        transfers=_transfer_bytes(config, mesh, page),
-    )
 
 
 def steps_in_flight(config: EngineConfig) -> int:
@@ -165,10 +114,6 @@ def _transfer_bytes(config: EngineConfig, mesh: Mesh, page: int) -> int:
     if config.tiers is None and not config.transfers:
         return 0
     return read_bytes(config, mesh.shape["context"], page) + PLACED_BYTES + 2 * MAX_BUCKET_BYTES
-
-
-def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
-    return _temporary_bytes(model, config, mesh) + _slot_bytes(model, config, mesh, dtype, max_length)
 
 
 def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh) -> int:
@@ -204,12 +149,9 @@ def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike)
     return cache_bytes(model.config, config.page_size, sizes["stage"], sizes["tensor"], itemsize, config.kv_dtype)
 
 
-def available_bytes(device: jax.Device) -> int | None:
-    """Memory of an accelerator, or what a CPU's host has available; None where that is unknown."""
-    if device.platform == "cpu":
-        return min(_host_bytes(), default=None)
-    memory = device.memory_stats()
-    return None if memory is None else memory["bytes_limit"]
+def available_bytes() -> int | None:
+    """Memory that this host has available; None where that is unknown."""
+    return min(_host_bytes(), default=None)
 
 
 def _host_bytes() -> Iterator[int]:
@@ -235,8 +177,3 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except (OSError, ValueError):
         return ""
-
-
-def in_units(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from longctx.models.layer_runs import layer_runs
 from longctx.models.layer_stacks import stacking_of, stacks_of
 from longctx.models.params import Params
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.kv_cache.tiers.fingerprint import fingerprint_of
 
 # Of a configuration: what neither keys nor values follow from.
 _WITHOUT_EFFECT = ("max_positions", "bos_id", "eos_ids", "tie_embeddings")
@@ -42,7 +42,10 @@ def page_fingerprint(config: LlamaConfig, params: Params, layout: PageLayout) ->
                     weights[f"layer {layer}{path}"] = digest.hex()
     names = [field.name for field in dataclasses.fields(config) if field.name not in _WITHOUT_EFFECT]
     settings = {name: getattr(config, name) for name in names}
-    return fingerprint_of(layout, weights, settings)
+    text = json.dumps(
+        {"layout": layout._asdict(), "weights": weights, "settings": settings}, sort_keys=True, default=repr
+    )
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"kv pages").digest()
 
 
 def _digests(stack: Any) -> list[tuple[str, list[bytes]]]:

@@ -25,7 +25,6 @@ from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
-    memory_use,
     most_pages,
     steps_in_flight,
 )
@@ -87,7 +86,7 @@ class EngineSetup(NamedTuple):
         return TieredStore(self.config.tiers, *pages, part=part)
 
     def make_executor(
-        self, params: Params | None, store: PageKeeper | None = None, group: ProcessGroup | None = None
+        self, params: Params | None, store: PageKeeper | None, group: ProcessGroup
     ) -> tuple[DeviceExecutor, Self]:
         """Make the executor that runs batches on the mesh; returns it, and this setup with its number of pages.
 
@@ -109,19 +108,15 @@ class EngineSetup(NamedTuple):
         )
         return executor, self._replace(num_pages=executor.num_pages)
 
-    def _page_fit(self, dtype: DTypeLike, group: ProcessGroup | None) -> PageFit | None:
+    def _page_fit(self, dtype: DTypeLike, group: ProcessGroup) -> PageFit | None:
         """Make the search for how many pages fit into an accelerator's memory; None for CPUs."""
         mesh, most = self.mesh, most_pages(self.config, self.max_length)
         if mesh is None or DeviceMemory.of(mesh.local_devices) is None:
             return None
 
         def measure() -> MemoryUse:
-            memory = DeviceMemory.of(mesh.local_devices)
-            assert memory is not None
-            return memory_use(self.model, self.config, mesh, dtype, memory, self.max_length)
+            return estimate(self.model, self.config, mesh, dtype, 0, self.max_length, is_loaded=True)
 
-        if group is None or group.num_processes == 1:
-            return PageFit(measure, most, steps_in_flight(self.config))
         return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
     def make_core(self) -> tuple[Core, InputProcessor, SequenceMaker]:
@@ -168,7 +163,7 @@ def resolve(
     plan: ParallelPlan | None,
     tokenizer: Tokenizer | None,
     predictor: Predictor | None,
-    process_group: ProcessGroup | None,
+    process_group: ProcessGroup,
     topology: Topology | None = None,
 ) -> EngineSetup:
     """Check and complete the arguments of an `Engine`, which says what they are."""
@@ -179,8 +174,7 @@ def resolve(
     if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
         # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
         dtype = params["embed"].dtype
-        needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
-        needed.check(mesh.local_devices[0])
+        estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True).check()
         num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length)
     topology = resolve_topology(topology, plan, mesh)
     is_profiled = predictor is not None
@@ -200,9 +194,7 @@ def resolve(
     setup = EngineSetup(
         model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
     )
-    if process_group is None or process_group.num_processes == 1:
-        return setup
-    return _agree(process_group, setup, params)
+    return setup if process_group.num_processes == 1 else _agree(process_group, setup, params)
 
 
 def _agree(group: ProcessGroup, setup: EngineSetup, params: Params | None) -> EngineSetup:
@@ -246,7 +238,7 @@ def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh |
 
 
 def resolve_mesh(
-    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, group: ProcessGroup | None = None
+    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, group: ProcessGroup
 ) -> tuple[ParallelPlan, Mesh | None]:
     """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params."""
     if plan is not None and not isinstance(plan, ParallelPlan):
@@ -272,14 +264,14 @@ def resolve_mesh(
     if params is None:
         return plan, mesh
     if mesh is None:
-        if group is not None and group.num_processes > 1:
+        if group.num_processes > 1:
             mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
         elif plan.num_devices == 1:
             there = sorted(params["embed"].devices(), key=lambda device: device.id)
             mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
         else:
             mesh = make_mesh(plan.stage, plan.context, plan.tensor)
-    found, expected = len({device.process_index for device in mesh.devices.flat}), group.num_processes if group else 1
+    found, expected = len({device.process_index for device in mesh.devices.flat}), group.num_processes
     if found != expected:
         raise ValueError(
             f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"

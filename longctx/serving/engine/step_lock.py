@@ -14,10 +14,6 @@ class StepLock:
     Other calls of the engine do not wait for it: their updates are made at once if no step runs, and else before the
     next one.
 
-    Args:
-      settle: is called after updates.
-      on_failure: is called with the cause when an error ends the engine.
-
     Attributes:
       error: that ended the engine.
     """

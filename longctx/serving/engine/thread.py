@@ -74,6 +74,7 @@ class EngineThread:
 
     Attributes:
       failure: gets the exception with which the engine fails, or None when the thread ends in order.
+      is_draining: whether new requests are refused.
       load: as of the last step, or of the last request to come or go while no step ran.
       on_step: are called after each step with its metrics and the load, in the engine's thread; one that raises is
         logged, and not called again.
@@ -110,7 +111,7 @@ class EngineThread:
         self._events: deque[tuple[ActiveRequest, Event]] = deque()  # that sinks have not got
         self._is_delivering = False
         self._wake = threading.Event()
-        self._is_draining = self._is_closing = False
+        self.is_draining = self._is_closing = False
         self._progressed: float | None = None  # when the thread last came out of a step, while it has work
         self.load = self._look()
         engine.add_monitor(self._note)
@@ -152,7 +153,7 @@ class EngineThread:
         self.engine.claim([request])
         try:
             self._check_running()
-            if self._is_draining:
+            if self.is_draining:
                 raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
             self.control.admit(request)
             if received.staged is None:
@@ -191,14 +192,9 @@ class EngineThread:
         since = self._progressed
         return 0.0 if since is None else time.monotonic() - since
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._is_draining
-
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._is_draining = True
+        self.is_draining = True
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until all requests have ended.
@@ -218,7 +214,7 @@ class EngineThread:
 
     def close(self) -> None:
         """Cancel what has not ended, and end the thread."""
-        self._is_draining = self._is_closing = True
+        self.is_draining = self._is_closing = True
         self._wake.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()

@@ -1,8 +1,7 @@
 """The executor that computes batches on devices: page tables, steps, and the results that are still to be read."""
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from longctx.serving.executor.interface import Progress, Results, ignore_progres
 from longctx.serving.executor.page_fit import PageFit, compile_shapes
 from longctx.serving.executor.page_mover import PageMover
 from longctx.serving.executor.row_layout import RowLayout, TableEntry
-from longctx.serving.executor.step_shapes import Message, Rows, StepShapes
+from longctx.serving.executor.step_shapes import Message, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
@@ -34,11 +33,7 @@ BLOCK = 1024  # entries that `set_entries` sends at a time
 
 
 class PageTables:
-    """Pages of each slot on each rank, and where the next ones are written.
-
-    Args:
-      num_pages: of each rank.
-    """
+    """Pages of each slot on each rank, and where the next ones are written."""
 
     def __init__(self, runner: ModelRunner, num_ranks: int, num_slots: int, num_pages: int) -> None:
         self._runner, self._num_pages = runner, num_pages
@@ -51,11 +46,7 @@ class PageTables:
             self._runner.clear_slot(slot)
 
     def write(self, tables: list[TableRun], room: int) -> list[list[TableEntry]]:
-        """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it.
-
-        Args:
-          room: entries of each rank that the step's shape has room for.
-        """
+        """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it."""
         entries: list[list[TableEntry]] = [[] for _ in self._held]
         for slot, first, pages in tables:
             runs: list[list[TableEntry]] = [[] for _ in entries]
@@ -178,7 +169,7 @@ class DeviceExecutor:
     Args:
       model: of which the devices have the parameters.
       num_pages: of each rank.
-      make_runner: of (slots, pages of the longest sequence, the largest bucket of each kind of rows).
+      runner: runs steps on the devices, with a slot for each sequence that may run.
       element_bytes: of a number of keys and values.
 
     Attributes:
@@ -195,13 +186,13 @@ class DeviceExecutor:
         plan: ParallelPlan,
         num_pages: int,
         max_length: int,
-        make_runner: Callable[[int, int, Rows], ModelRunner],
+        runner: ModelRunner,
         element_bytes: float = 4,
     ) -> None:
         self._config, self._plan, self.num_pages, self._vocab_size = config, plan, num_pages, model.vocab_size
         entries, slots = -(-max_length // config.page_size), config.max_running
         self.shapes = StepShapes(model, config, plan, num_pages, entries, element_bytes)
-        self.runner = make_runner(slots, entries, self.shapes.largest)
+        self.runner = runner
         self.fit: PageFit | None = None
         self.mover: PageMover | None = None
         self.sources: dict[str, PageSource] = {}
@@ -224,25 +215,21 @@ class DeviceExecutor:
         store: PageKeeper | None = None,
         fit: PageFit | None = None,
     ) -> "DeviceExecutor":
-        """The executor of a mesh's devices.
-
-        Args:
-          num_pages: of each rank; None: as many as `fit` finds, which compiles the largest steps for it.
-          store: keeps pages beyond the devices.
-          fit: keeps account of the memory of accelerators.
-        """
+        """The executor of a mesh's devices, with as many pages of each rank as `fit` finds if `num_pages` is None."""
         head_dim, entries = model.config.head_dim, -(-max_length // config.page_size)
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
-        shapes = functools.partial(StepShapes, model.config, config, plan, entries=entries, element_bytes=element_bytes)
-        slots, largest = config.max_running, shapes(num_pages=1).largest
-        runner = ModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
+        sizes = config.page_size, config.max_running, entries, config.step_rows(plan).largest
+        runner = ModelRunner(model, params, mesh, None, *sizes, config.kv_dtype)
+
+        def compile_largest(num_pages: int) -> list[Any]:
+            shapes = StepShapes(model.config, config, plan, num_pages, entries, element_bytes)
+            return compile_shapes(runner, shapes.largest_shapes())
+
         if fit is not None:
-            num_pages = fit.choose(
-                num_pages, lambda pages: compile_shapes(runner, shapes(num_pages=pages).largest_shapes())
-            )
+            num_pages = fit.choose(num_pages, compile_largest)
         assert num_pages is not None
         runner.allocate(num_pages)
-        executor = cls(model.config, config, plan, num_pages, max_length, lambda *sizes: runner, element_bytes)
+        executor = cls(model.config, config, plan, num_pages, max_length, runner, element_bytes)
         executor.fit = fit
         executor.move_pages(store)
         return executor

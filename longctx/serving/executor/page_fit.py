@@ -25,12 +25,6 @@ class PageFit:
     programs are compiled for the number that fits by estimation; if another number fits by what XLA says that they
     need, they are compiled for that one, once more. They are the programs that steps run.
 
-    Args:
-      measure: where memory goes, as far as it is known before programs are compiled.
-      most_pages: more are of no use.
-      in_flight: steps whose outputs exist at a time.
-      agree: the smallest of the numbers of all processes, each of which calls it as often.
-
     Attributes:
       use: where memory goes; since `check`, with all programs.
     """
@@ -49,9 +43,6 @@ class PageFit:
         """The number of pages of each rank: the given one, or as many as there is room for.
 
         Parameters are on the devices then, and pages are not.
-
-        Args:
-          compile_largest: compiles the largest programs for a number of pages, and returns them.
         """
         use = self._measure()
         if num_pages is not None:

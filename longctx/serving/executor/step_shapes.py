@@ -29,36 +29,23 @@ class Message(NamedTuple):
 NOTHING_CACHED = Message(0, 1)
 
 
-class Messages:
-    """Lengths of messages, which grow by a factor of 4 from 64 pages to those of the longest sequence.
+def make_messages(num_pages: int, entries: int, page_bytes: float, most_bytes: float) -> list[Message]:
+    """Make messages whose lengths grow by a factor of 4 from 64 pages to those of the longest sequence.
 
     Each is sent up to 4 times, so that little of what is sent is padding, and the longest one any number of times: it
     has a limit in bytes, and sequences that are packed may have more pages than the longest.
-
-    Args:
-      num_pages: of each rank. entries: pages of the longest sequence.
-      page_bytes: of a page's keys and values in one layer of a device.
-      most_bytes: of a message.
     """
+    most = max(1, min(num_pages, int(most_bytes / page_bytes)))
+    lengths = [min(_LEAST_PAGES, most)]
+    while _FACTOR * lengths[-1] <= min(entries, most):
+        lengths.append(_FACTOR * lengths[-1])
+    rounds = [-(-longer // length) for length, longer in itertools.pairwise([*lengths, num_pages])]
+    return list(map(Message, lengths, rounds))
 
-    def __init__(self, num_pages: int, entries: int, page_bytes: float, most_bytes: float) -> None:
-        most = max(1, min(num_pages, int(most_bytes / page_bytes)))
-        lengths = [min(_LEAST_PAGES, most)]
-        while _FACTOR * lengths[-1] <= min(entries, most):
-            lengths.append(_FACTOR * lengths[-1])
-        rounds = [-(-longer // length) for length, longer in itertools.pairwise([*lengths, num_pages])]
-        self._messages = list(map(Message, lengths, rounds))
 
-    def __iter__(self) -> Iterator[Message]:
-        return iter(self._messages)
-
-    @property
-    def shortest(self) -> Message:
-        return self._messages[0]
-
-    def of(self, pages: int) -> Message:
-        """Return the longest message that `pages` pages fill, those of the rank that has most."""
-        return max((x for x in self._messages if x.pages <= pages), default=self.shortest)
+def choose_message(messages: list[Message], pages: int) -> Message:
+    """Return the longest message that `pages` pages fill, those of the rank that has most."""
+    return max((x for x in messages if x.pages <= pages), default=messages[0])
 
 
 MOST_BYTES = 1 << 30
@@ -66,14 +53,7 @@ MOST_BYTES = 1 << 30
 
 
 class StepShapes:
-    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take.
-
-    Args:
-      num_pages: of each rank.
-      entries: pages of the longest sequence.
-      element_bytes: of keys and values.
-      most_bytes: of a message of cached pages, and of all that a rank gathers at a time.
-    """
+    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take."""
 
     def __init__(
         self,
@@ -91,12 +71,7 @@ class StepShapes:
         shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
         page_bytes = 2 * config.page_size * shape.num_kv_heads * shape.head_size * element_bytes
         sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}
-        self._messages = {name: Messages(num_pages, entries, page_bytes, most) for name, most in sizes.items()}
-
-    @property
-    def largest(self) -> Rows:
-        """The largest bucket of each kind of rows."""
-        return self._buckets.largest
+        self._messages = {name: make_messages(num_pages, entries, page_bytes, most) for name, most in sizes.items()}
 
     def __iter__(self) -> Iterator[Shape]:
         """All shapes that serving may need."""
@@ -135,7 +110,9 @@ class StepShapes:
         instead = "all_gather" if exchange == "pass_q" and not pages else exchange
         for name in (instead, exchange, "pass_kv", "pass_q", *exchanges):
             if name in exchanges:
-                message = self._messages[name].of(pages) if pages and name in self._messages else NOTHING_CACHED
+                message = (
+                    choose_message(self._messages[name], pages) if pages and name in self._messages else NOTHING_CACHED
+                )
                 if message in exchanges[name]:
                     return self._shape(buckets, name, message)
         raise AssertionError(f"no shape for {rows}, {exchange} of {pages} pages")

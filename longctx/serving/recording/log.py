@@ -14,7 +14,6 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.file import Writable, predictor_from_dict, predictor_to_dict
-from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.recording.records import HEADER_BYTES, Record, decode, read_frames
 from longctx.serving.scheduler.slo import Slo
 
@@ -49,11 +48,6 @@ class Header:
     def __post_init__(self) -> None:
         for name in ("num_pages", "max_length"):
             check_integer(name, getattr(self, name), 1)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a number that is not quantised."""
-        return element_bytes_of(self.dtype, self.topology)
 
     def write(self, directory: Path) -> None:
         """Write `header.json`, which must not exist."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, LoadEnd, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Cancel, Journal, LoadEnd, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.recording.log import RECORDS, Header
@@ -49,7 +49,7 @@ FLUSH_SECONDS = 0.1
 """Seconds after which what was recorded is in the file, at most: what a process that is killed may lose."""
 
 
-class Recorder(contextlib.AbstractContextManager["Recorder"]):
+class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
     """Writes all that an engine's decisions follow from, as a `Journal` of the engine that it is given to.
 
     The engine's thread only adds to a queue, and another thread writes what is there. A write that fails, or a disk
@@ -165,9 +165,6 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
 
     def note_plan(self, batch: Batch) -> None:
         self._decisions.add_plan(batch)
-
-    def note_draw(self, batch: Batch, tokens: List[int]) -> None:
-        pass
 
     def note_end(self, step: EndedStep | None, events: List[Event]) -> None:
         ended = None

@@ -1,6 +1,6 @@
 """Memory of accelerators: what JAX may take of it, what the programs of a step need, and how many pages are left."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -13,8 +13,17 @@ _XLA_SHARE, _XLA_TEMPORARIES = 0.8, 1.5 / 0.95
 _RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays, and small programs
 
 
+ADVICE = {
+    "pages": "lower num_pages or page_size; about {fit:,} pages fit",
+    "steps": "lower max_running or token_budget",
+    "others": "delete other arrays",
+    "weights": "give plan a larger stage or tensor, or the parameters a smaller dtype",
+}
+"""Advice by what takes as much as is missing of a `MemoryUse`; `{fit}`: pages that fit."""
+
+
 class DeviceMemory(NamedTuple):
-    """The memory of an accelerator, in bytes; of several, the least.
+    """The memory of an accelerator, in bytes; of several, the least; or that of a CPU's host.
 
     Attributes:
       limit: that JAX may take.
@@ -70,7 +79,7 @@ class ProgramMemory(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Uses of an accelerator's memory, in bytes, as its text shows line by line.
+    """Uses of a device's memory, in bytes, as its text shows line by line.
 
     Attributes:
       device: its memory; `used` counts the weights, and arrays that are not the engine's.
@@ -98,6 +107,22 @@ class MemoryUse(NamedTuple):
     arguments: int = 0
 
     @property
+    def steps(self) -> int:
+        """What steps compute with, and keep for each slot."""
+        return self.slots + self.temporaries + self.outputs
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pages + self.steps + self.autotuning + self.transfers
+
+    @property
+    def summary(self) -> str:
+        """What takes most, in a line."""
+        names = {"parameters": self.weights, "pages": self.pages, "steps": self.steps}
+        names |= {"other arrays": self.others} if self.others else {}
+        return ", ".join(f"{name} {in_units(count)}" for name, count in names.items())
+
+    @property
     def others(self) -> int:
         """Arrays that are not the engine's."""
         return max(0, self.device.used - self.weights)
@@ -110,8 +135,7 @@ class MemoryUse(NamedTuple):
     @property
     def unused(self) -> int:
         """Bytes that are left; negative: bytes that are missing."""
-        parts = (self.weights, self.slots, self.pages, self.temporaries, self.outputs, self.autotuning, self.transfers)
-        return self.device.limit - sum(parts) - self.others - self.reserve
+        return self.device.limit - self.total - self.others - self.reserve
 
     @property
     def num_fitting(self) -> int:
@@ -130,26 +154,24 @@ class MemoryUse(NamedTuple):
     def with_pages(self, num_pages: int) -> Self:
         return self._replace(pages=num_pages * self.page)
 
-    def check(self, needed: int = 0) -> None:
+    def check(self, needed: int = 0, advice: Mapping[str, str] = ADVICE) -> None:
         """Check that what is there, and what the largest program takes beside it, fit.
 
         Args:
           needed: bytes for which there must be room besides.
+          advice: as `ADVICE`.
         """
         missing = needed - self.unused - (0 if needed else self.autotuning + self.transfers + self.reserve)
         if missing <= 0:
             return
-        advice = {
-            "pages": f"num_pages must be at most {self.num_fitting:,}",
-            "temporaries": "token_budget or max_running must be smaller",
-            "others": "other arrays must be deleted",
-            "weights": "plan must have a larger stage or tensor, or the parameters a smaller dtype",
-        }
         helpful = [text for name, text in advice.items() if getattr(self, name) >= missing] or [*advice.values()]
+        helpful = [text.format(fit=self.num_fitting) for text in helpful]
         if self.device.limit < 0.85 * self.device.physical:
-            helpful.append(f"{MEMORY_VARIABLES[0]} must be larger, as JAX takes {memory_fraction():.0%} of the device")
-        gib = missing / 2**30
-        raise ValueError(f"{gib:,.2f} GiB of memory are missing on the device: {'; or '.join(helpful)}\n{self}")
+            helpful.append(f"raise {MEMORY_VARIABLES[0]}, as JAX takes {memory_fraction():.0%} of the device")
+        raise ValueError(
+            f"{in_units(missing)} are missing of {in_units(self.device.limit)} of memory for {self.summary}: "
+            + "; or ".join(helpful)
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -164,3 +186,8 @@ class MemoryUse(NamedTuple):
                 yield f"{name:<12} {count / gib:>7.2f}  {count / tokens:>12,.0f}"
         share = self.device.limit / self.device.physical
         yield f"{'for JAX':<12} {self.device.limit / gib:>7.2f}  {share:.0%} of {self.device.physical / gib:.2f} GiB"
+
+
+def in_units(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

@@ -78,60 +78,47 @@ def layered_step(
     samples: Any,
     shape: Shape,
     sections: tuple[int, int],
+    *,
+    call: Callable[..., Any] = lambda program, *arguments: program(*arguments),
 ) -> tuple[DeviceState, Float[Array, "stages_ranks rows D"], Float[Array, "R D"]]:
     """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
     begin, layer, end = programs(mesh, state.cache.is_fp8)
     outer, static, cache = outer_params(params), (model, mesh, shape, sections), state.cache
     tables = PageTables(state.table, state.page_index)
-    x, rope, attend = begin(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
+    x, rope, attend = call(begin, *static, _pool(state), outer, tables, state.rows, state.last_token, rows)
     for number, (index, weights) in enumerate(
         zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True)
     ):
-        x, cache = layer(model, mesh, weights, index, x, rope, attend, cache)
+        x, cache = call(layer, model, mesh, weights, index, x, rope, attend, cache)
         if mesh.size > 1 and number % _AHEAD == _AHEAD - 1:
             x.block_until_ready()
-    stage_rows, hidden, last_rows = end(*static, outer, state.rows, x, samples)
+    stage_rows, hidden, last_rows = call(end, *static, outer, state.rows, x, samples)
     table, page_index = attend.tables.table, attend.tables.page_index
     state = state._replace(cache=cache, table=table, page_index=page_index, rows=stage_rows)
     return state, hidden, last_rows
 
 
 def compile_layered_step(
-    model: Llama,
-    mesh: Mesh,
-    params: Params,
-    state: DeviceState,
-    rows: Any,
-    samples: Any,
-    shape: Shape,
-    sections: tuple[int, int],
-    compiled: Callable[[], object] = lambda: None,
+    model: Llama, mesh: Mesh, params: Params, *arguments: Any, compiled: Callable[[], object] = lambda: None
 ) -> Programs:
     """Compile the programs that `layered_step` would run, and call `compiled` after each.
 
     Of arrays, only shapes, dtypes and shardings are used.
     """
+    found = []
 
-    def compile_program(lowered: Any) -> Any:
-        program = lowered.compile()
+    def compile_program(program: Any, *arguments: Any) -> Any:
+        lowered = program.lower(*arguments)
+        found.append(lowered.compile())
         compiled()
-        return program
+        return jax.tree.map(_array, lowered.out_info, found[-1].output_shardings)
 
-    begin, layer, end = programs(mesh, state.cache.is_fp8)
-    outer, static = outer_params(params), (model, mesh, shape, sections)
-    tables = PageTables(state.table, state.page_index)
-    first = begin.lower(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
-    x, rope, attend = _arrays(first, mesh, _EACH)
-    index = _indices(mesh, len(params["layers"]))[0]
-    middle = layer.lower(model, mesh, params["layers"][0], index, x, rope, attend, state.cache)
-    last = end.lower(*static, outer, state.rows, x, samples)
-    return Programs(*map(compile_program, (first, middle, last)))
+    layered_step(model, mesh, params | {"layers": params["layers"][:1]}, *arguments, call=compile_program)
+    return Programs(*found)
 
 
-def _arrays(lowered: Any, mesh: Mesh, spec: P) -> Any:
-    """Return the results of a program, without values."""
-    sharding = named_sharding(mesh, spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info)
+def _array(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _begin_step(

@@ -40,14 +40,7 @@ def abstract_state(
     entries: int,
     rows: int,
 ) -> DeviceState:
-    """Shapes, dtypes and shardings of the state of a `ModelRunner`.
-
-    Args:
-      dtype: of parameters, and `kv_dtype`: of pages.
-      num_pages: of each rank.
-      slots, entries: sequences that run at a time, and pages of the longest.
-      rows: of each rank, of the largest bucket of each kind.
-    """
+    """Shapes, dtypes and shardings of the state of a `ModelRunner`."""
     stages, ranks, is_fp8 = mesh.shape["stage"], mesh.shape["context"], jnp.dtype(kv_dtype) == E4M3
     each, places, array = stages * ranks, state_shardings(mesh, is_fp8), jax.ShapeDtypeStruct
     no_bias = LogitBias.row(SamplingParams())
@@ -161,7 +154,7 @@ class ModelRunner:
         state = self.abstract_state(shape.num_pages)
         arguments = (self.model, self.mesh, self.params, state, *inputs, shape, self._sections)
         if self.run_step is layered_step:
-            programs = [*compile_layered_step(*arguments, compiled)]
+            programs = [*compile_layered_step(*arguments, compiled=compiled)]
         else:
             programs = [self.run_step.lower(*arguments).compile()]
             compiled()

@@ -133,12 +133,7 @@ class DevicePageRead:
 
 
 class PageTransfer:
-    """Reads and writes pages of the pools of a mesh's devices; of several processes, each those of its own devices.
-
-    Args:
-      num_pages: of each rank.
-      dtype: of keys and values in pages.
-    """
+    """Reads and writes pages of the pools of a mesh's devices; of several processes, each those of its own devices."""
 
     def __init__(self, mesh: Mesh, config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> None:
         self.layout = PageLayout(
@@ -180,9 +175,6 @@ class PageTransfer:
         """Send a block to the devices that it is for, and wait until it is there; any thread may.
 
         CPUs read the memory of numpy arrays where it is, once the block is written: see `write`.
-
-        Args:
-          pages: of the load.
         """
         self._check_block(block, len(pages))
         numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]

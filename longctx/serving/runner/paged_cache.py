@@ -52,11 +52,7 @@ class PagedCache(NamedTuple):
         num_ranks: int = 1,
         num_stages: int = 1,
     ) -> "PagedCache":
-        """Shapes and dtypes, with `num_pages` on each of `num_ranks` ranks of each stage.
-
-        Args:
-          dtype: of keys and values; float8_e4m3fn for FP8 pages.
-        """
+        """Shapes and dtypes, with `num_pages` on each of `num_ranks` ranks of each stage."""
         layers = num_stages * layers_per_stage(config.num_layers, num_stages)
         shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
         arrays = [jax.ShapeDtypeStruct(shape, bits_dtype(dtype))] * 2

@@ -56,11 +56,7 @@ class DeviceState(NamedTuple):
 
 
 def state_specs(stages: int, ranks: int, is_fp8: bool = False) -> DeviceState:
-    """Return a PartitionSpec for each array of the state, on a mesh of `stages` stages and `ranks` context ranks.
-
-    Args:
-      is_fp8: whether the cache has FP8 pages.
-    """
+    """Return a PartitionSpec for each array of the state, on a mesh of `stages` stages and `ranks` context ranks."""
     each, pages = P(("stage", "context")), P(("stage", "context"), None, "tensor")
     several_ranks, several_stages = (each if ranks > 1 else None), (each if stages > 1 else None)
     scales = (P(("stage", "context"), "tensor"),) * 2 if is_fp8 else ()

@@ -18,51 +18,45 @@ class Stream:
       has_ended: the stream has overflowed, or is closed.
     """
 
-    __slots__ = ("_is_nudged", "_is_silent", "_limit", "_overflow", "_waiter", "_waiting", "has_ended")
+    __slots__ = ("_is_silent", "_overflow", "_queue", "has_ended")
 
     def __init__(self, limit: int, overflow: Callable[[], object]) -> None:
-        self._limit, self._overflow = limit, overflow
-        self._waiting: list[Delivery] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_silent = self._is_nudged = self.has_ended = False
+        self._queue: asyncio.Queue[Delivery | None] = asyncio.Queue(limit)
+        self._overflow = overflow
+        self._is_silent = self.has_ended = False
 
     def add(self, delivery: Delivery) -> None:
         """Hand a delivery over to the reader."""
         if self.has_ended:
             return
         self._is_silent = False
-        self._waiting.append(delivery)
-        if len(self._waiting) > self._limit:
-            self.has_ended = True
-            self._waiting.clear()
+        if self._queue.full():
+            self.close()
+            self._queue.put_nowait(None)
             self._overflow()
-        self._wake()
+        else:
+            self._queue.put_nowait(delivery)
 
     def nudge(self) -> None:
         """Let the reader take nothing, if nothing has come since the last call: it may then send a comment."""
-        if self._is_silent:
-            self._is_nudged = True
-            self._wake()
+        if self._is_silent and self._queue.empty():
+            self._queue.put_nowait(None)
         self._is_silent = True
 
     def close(self) -> None:
         """End the stream, which has no reader any more."""
-        self._waiting.clear()
         self.has_ended = True
+        while not self._queue.empty():
+            self._queue.get_nowait()
 
     async def take(self) -> list[Delivery]:
         """Wait for events, and take all that are there: none if the stream was nudged, or has ended."""
-        while not (self._waiting or self._is_nudged or self.has_ended):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_nudged = False
-        taken, self._waiting = self._waiting, []
-        return taken
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self.has_ended:
+            return []
+        taken = [await self._queue.get()]
+        while not self._queue.empty():
+            taken.append(self._queue.get_nowait())
+        return [each for each in taken if each is not None]
 
 
 class EventDispatcher:

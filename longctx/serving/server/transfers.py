@@ -34,7 +34,10 @@ class TransferCounts(Protocol):
 
 @runtime_checkable
 class Transfers(Protocol):
-    """Movement of requests between engines. All methods may be called in the event loop: none waits."""
+    """Movement of requests between engines. All methods may be called in the event loop: none waits.
+
+    They raise ApiError for a request that is not for this engine, can't be right, or may not do what it asks.
+    """
 
     def lease(self, wanted: str | None) -> str:
         """Return the id of a new lease: the one that a peer wants, if it may; else a random one."""
@@ -45,12 +48,7 @@ class Transfers(Protocol):
         ...
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
-        """Return what was sent along with a request.
-
-        Raises:
-          ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
-            pages are given up.
-        """
+        """Return what was sent along with a request."""
         ...
 
     def resume(
@@ -60,16 +58,7 @@ class Transfers(Protocol):
         prepared: PreparedRequest,
         headers: Mapping[str, str],
     ) -> Received | None:
-        """Return what a request that another server sends begins with; None: with nothing.
-
-        Args:
-          params: what has been computed of it; without leases, no pages come with it.
-          prefill: the server that reads its prompt, where no pages come with it.
-          headers: of the request; those that identify the sender are passed on.
-
-        Raises:
-          ApiError: as from `receive`, or requests may not be sent there.
-        """
+        """Return what a request of another server begins with, by `params` or by `prefill`; None: nothing."""
         ...
 
     def fetch_prefix(
@@ -82,11 +71,7 @@ class Transfers(Protocol):
         ...
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Return a request that reads a prompt whose full pages are all here, before others of its urgency.
-
-        Raises:
-          ApiError: they are not: it is cheaper to compute them elsewhere.
-        """
+        """Return a request that reads a prompt whose full pages are all here, before others of its urgency."""
         ...
 
     @property

@@ -90,7 +90,7 @@ class ConductorRun(Run):
             case "drain" if node.core is not None:
                 conductor.drain(change.instance, now)
             case "restore" if node.core is not None:
-                conductor.restore(change.instance, now)
+                conductor.drain(change.instance, now, False)
             case "prefill" | "decode" | "both":
                 self._set_role(node, change.action)
             case _:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.serving.config import EngineConfig
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.recording.log import RecordedLog
 from longctx.serving.recording.records import Arrived, Cancelled, Closed, LoadEnded, Record, Step
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
-from longctx.simulation.incident.baseline import Baseline, Decision
+from longctx.simulation.incident.baseline import Baseline, decision_of
 from longctx.simulation.incident.rebuilt import Rebuilt
 
 
@@ -26,7 +27,7 @@ class Difference(NamedTuple):
     batch: Batch | None
 
 
-class Alternative:
+class Alternative(DecisionLog):
     """Replays a log with another configuration.
 
     Until the first decision that differs, steps take what was measured. From then on they take what is predicted, by
@@ -144,10 +145,7 @@ class Alternative:
         if self.difference is None:
             decisions, until = self._baseline.decisions, self._baseline.decisions_until[self._step_number]
             is_asked = self._count == self._predicts_from
-            if is_asked or self._count >= until or decisions[self._count] != hash(Decision.of(batch)):
+            if is_asked or self._count >= until or decisions[self._count] != decision_of(batch):
                 self._differ(dataclasses.replace(batch, chunks=list(batch.chunks)))
             else:
                 self._count += 1
-
-    def note_draw(self, batch: Batch, tokens: object) -> None:
-        pass

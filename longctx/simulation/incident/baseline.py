@@ -1,7 +1,6 @@
 """A log replayed once as it was, with all that a replay under other settings goes by."""
 
 from statistics import median
-from typing import NamedTuple
 
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
@@ -12,18 +11,10 @@ from longctx.simulation.incident.rebuilt import Outcome
 from longctx.simulation.incident.replayer import Replayer
 
 
-class Decision(NamedTuple):
-    """Decision of a batch, apart from where in memory it is: rows by sequence, and who was admitted."""
-
-    chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    admitted: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Decision":
-        return cls(
-            tuple((chunk.sequence.order, chunk.start, chunk.num_tokens, chunk.ranks) for chunk in batch.chunks),
-            tuple(sequence.order for sequence in batch.admitted),
-        )
+def decision_of(batch: Batch) -> int:
+    """Hash what a batch decides, apart from where in memory it is: rows by sequence, and who was admitted."""
+    rows = tuple((chunk.sequence.order, chunk.start, chunk.num_tokens, chunk.ranks) for chunk in batch.chunks)
+    return hash((rows, tuple(sequence.order for sequence in batch.admitted)))
 
 
 class StepTimes:
@@ -35,22 +26,20 @@ class StepTimes:
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._measured: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        self._measured: list[tuple[bool, float, float]] = []  # kind, and seconds as measured and predicted
         self._factors: dict[bool, float] = {}
 
     def note(self, work: Work, seconds: float) -> None:
         """Add a measured step."""
         predicted = self._predictor.seconds(work)
         if predicted > 0 and seconds > 0:
-            self._measured[bool(work.chunks)].append((seconds / predicted, predicted))
+            self._measured.append((bool(work.chunks), seconds, predicted))
 
     def fit(self) -> None:
         """Find the factors, when all steps have been added."""
-        both = [*self._measured[False], *self._measured[True]]
-        for kind, measured in self._measured.items():
-            rows = measured or both
-            total = sum(weight for _, weight in rows)
-            self._factors[kind] = sum(ratio * weight for ratio, weight in rows) / total if rows else 1.0
+        for kind in (False, True):
+            rows = [row for row in self._measured if row[0] == kind] or self._measured
+            self._factors[kind] = sum(row[1] for row in rows) / sum(row[2] for row in rows) if rows else 1.0
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of a step."""
@@ -59,9 +48,9 @@ class StepTimes:
     @property
     def error(self) -> float | None:
         """By how much predictions of the measured steps are off, as a share of all their time; None: of no step."""
-        rows = [(ratio, weight, self._factors[kind]) for kind, all in self._measured.items() for ratio, weight in all]
-        total = sum(ratio * weight for ratio, weight, _ in rows)
-        return sum(abs(ratio - factor) * weight for ratio, weight, factor in rows) / total if rows else None
+        total = sum(seconds for _, seconds, _ in self._measured)
+        errors = (abs(seconds - self._factors[kind] * predicted) for kind, seconds, predicted in self._measured)
+        return sum(errors) / total if self._measured else None
 
 
 class Baseline:
@@ -98,7 +87,7 @@ class Baseline:
                     gaps.append(moment.now - ended)
                 elif moment.plans and moment.plans[0].chunks:
                     entries.append(moment.now - min(c.sequence.arrival for c in moment.plans[0].chunks))
-                self.decisions += [hash(Decision.of(batch)) for batch in moment.plans]
+                self.decisions += [decision_of(batch) for batch in moment.plans]
                 if not self.decisions_until:
                     self.start = moment.now
                 self.decisions_until.append(len(self.decisions))

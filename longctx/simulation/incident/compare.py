@@ -100,14 +100,7 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     for name in ("preemptions", "cached_tokens"):
         rows.append((name.replace("_", " "), *_cells([side[name] for side in sides], 1, "", 0)))
     rows.append(("until the last end", *_cells([side["seconds"] for side in sides], 1, " s")))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join(
-            f"{cell:>{width}}" if i else f"{cell:<{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = [f"{row[0]:<18}" + "".join(f"{cell:>16}" for cell in row[1:]) for row in rows]
     left_out = comparison["left_out"]
     title = f"{comparison['completions']:,} completions that ended by themselves"
     if left_out:

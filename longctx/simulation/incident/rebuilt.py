@@ -22,6 +22,7 @@ from longctx.serving.executor.interface import Results
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash, PartialPage, Sessions
+from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.predictor.runtime import check_predictor
 from longctx.serving.recording.log import Header
 from longctx.serving.recording.records import (
@@ -193,7 +194,7 @@ class Rebuilt:
             num_pages or header.num_pages,
             header.max_length,
             topology=header.topology,
-            element_bytes=header.element_bytes,
+            element_bytes=element_bytes_of(header.dtype, header.topology),
         )
         self.core.sessions = sessions
         self.core.page_hash = page_hash if config.prefix_cache else None
@@ -201,7 +202,7 @@ class Rebuilt:
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         maker = SequenceMaker(header.model, config, None, page_hash, sessions)
         self.requests = ActiveRequests(self.core, input_processor, maker, self.executor, note=self._note)
-        self._config, self._max_length, self._logs = config, header.max_length, tuple(logs)
+        self._config, self._logs = config, tuple(logs)
         self._num_sequences = 0
         self.orders: dict[tuple[str, int], int] = {}
         self._names: dict[str, str] = {}  # of the last request of each recorded id
@@ -239,8 +240,6 @@ class Rebuilt:
                 f"max_running must be at least {arrived.num_completions} for request {arrived.request_id!r}, "
                 f"got {self._config.max_running}"
             )
-        if arrived.num_prompt + arrived.max_tokens > self._max_length:
-            raise ValueError(f"request {arrived.request_id!r} is longer than the longest sequence, which is damage")
         try:
             self.core.scheduler.planner.check(arrived.num_prompt, arrived.max_tokens)
         except ValueError as error:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.serving.distributed.digest import DecisionDigest, describe
+from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.log import RecordedLog
@@ -35,7 +36,7 @@ class Differs(Exception):
     """A decision was another than the recorded one; the message says which."""
 
 
-class Replayer:
+class Replayer(DecisionLog):
     """Replays a log on an engine that is rebuilt from its header.
 
     Attributes:
@@ -93,6 +94,3 @@ class Replayer:
     def note_plan(self, batch: Batch) -> None:
         self._decisions.add_plan(batch)
         self._plans.append(batch)
-
-    def note_draw(self, batch: Batch, tokens: object) -> None:
-        pass

@@ -32,7 +32,7 @@ def test_draining_instance_gets_nothing_and_may_send_what_it_has() -> None:
     assert found.prefill == "p1"
     assert found.transfer is not None
     assert found.transfer.source == "p0"
-    conductor.restore("p0", 0.0)
+    conductor.drain("p0", 0.0, False)
     again = conductor.assign(request("b", (1, 20)), 0.0)
     assert isinstance(again, Assignment)
     assert again.prefill == "p0"
@@ -140,7 +140,7 @@ def test_instances_that_may_not_join(changes: dict[str, Any], message: str) -> N
 
 def test_names_that_are_not_there_are_named() -> None:
     conductor = cluster(instance("p0"))
-    for call in (conductor.drain, conductor.restore, conductor.remove):
+    for call in (conductor.drain, conductor.remove):
         with pytest.raises(ValueError, match="no instance 'p1'"):
             call("p1", 0.0)
     with pytest.raises(ValueError, match="no instance 'p1'"):

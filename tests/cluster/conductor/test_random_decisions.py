@@ -66,7 +66,7 @@ class RandomCluster(RuleBasedStateMachine):
     @rule(name=names, restores=st.booleans())
     def drain(self, name: str, restores: bool) -> None:
         if name in self.roles:
-            (self.conductor.restore if restores else self.conductor.drain)(name, self.now)
+            self.conductor.drain(name, self.now, not restores)
             (self.draining.discard if restores else self.draining.add)(name)
 
     @rule(name=names, role=st.sampled_from(ROLES))
@@ -245,7 +245,7 @@ class RandomCluster(RuleBasedStateMachine):
                 self.conductor.report(each.name, Report(0.0, 0, 0), self.now)
             assert each.queue(self.now) == each.sending(self.now) == 0.0
             assert each.decoding == each.coming == each.held == each.others == NO_DECODES
-            assert not each.open
+            assert each.view(self.now).open_requests == 0
         assert not self.conductor.state.prefilling
         assert not self.conductor.state.decoding
         assert len(self.conductor.state.pending) == 0

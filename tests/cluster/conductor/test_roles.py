@@ -1,21 +1,58 @@
 """Roles change by load: not at once, not for long, never the last of a pool, and what was begun is ended."""
 
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
 import pytest
 from conductor_parts import cluster, instance, request
 
 from longctx.cluster.conductor.config import RoleConfig
 from longctx.cluster.conductor.overload import Loads
 from longctx.cluster.conductor.request import Assignment, RoleChange
-from longctx.cluster.conductor.upkeep import Candidate, RoleRule
+from longctx.cluster.conductor.upkeep import RoleRule
 
 CONFIG = RoleConfig(high=0.9, low=0.4, seconds=10.0, cool_down=30.0)
 PREFILL_SHORT, DECODE_SHORT, EVEN = Loads(1.5, 0.1), Loads(0.1, 1.5), Loads(0.7, 0.7)
-THREE = [Candidate("a", "decode", 5, 0.1), Candidate("b", "decode", 2, 0.1), Candidate("c", "decode", 2, 0.05)]
-POOLS = [*THREE, Candidate("p", "prefill", 9, 20.0), Candidate("q", "prefill", 9, 10.0)]
 
 
-def changes(rule: RoleRule, loads: Loads, seconds: range, instances: list[Candidate] = POOLS) -> list[RoleChange]:
-    found = [rule.decide(loads, instances, float(now)) for now in seconds]
+class Worker(NamedTuple):
+    """An instance with requests and seconds of its role, and some requests of another one."""
+
+    name: str
+    role: str
+    requests: int
+    seconds: float
+    others: int = 0
+    is_draining: bool = False
+    expected: None = None
+
+    def queue(self, now: float) -> float:
+        return self.seconds
+
+    def tbt(self, expected: None) -> float:
+        return self.seconds
+
+
+THREE = [Worker("a", "decode", 5, 0.1), Worker("b", "decode", 2, 0.1), Worker("c", "decode", 2, 0.05)]
+POOLS = [*THREE, Worker("p", "prefill", 9, 20.0), Worker("q", "prefill", 9, 10.0)]
+
+
+def decide(rule: RoleRule, loads: Loads, instances: list[Worker], now: float) -> RoleChange | None:
+    prefilling, decoding = [], []
+    for each in instances:
+        own, other = (prefilling, decoding) if each.role == "prefill" else (decoding, prefilling)
+        for some, count in ((own, each.requests), (other, each.others)):
+            name = {"prefill": each.name, "decode": "-"} if some is prefilling else {"decode": each.name}
+            some += [SimpleNamespace(assignment=SimpleNamespace(**name))] * count
+    state = SimpleNamespace(instances={each.name: each for each in instances})
+    state.prefilling, state.decoding = dict(enumerate(prefilling)), dict(enumerate(decoding))
+    with mock.patch("longctx.cluster.conductor.upkeep.loads", return_value=loads):
+        return rule.change(state, now)  # type: ignore[arg-type]
+
+
+def changes(rule: RoleRule, loads: Loads, seconds: range, instances: list[Worker] = POOLS) -> list[RoleChange]:
+    found = [decide(rule, loads, instances, float(now)) for now in seconds]
     return [each for each in found if each is not None]
 
 
@@ -36,7 +73,7 @@ def test_a_moment_between_the_marks_begins_the_count_anew() -> None:
 
 def test_nothing_changes_for_a_while_after_a_change() -> None:
     rule = RoleRule(CONFIG)
-    found = [now for now in range(100) if rule.decide(PREFILL_SHORT, POOLS, float(now)) is not None]
+    found = [now for now in range(100) if decide(rule, PREFILL_SHORT, POOLS, float(now)) is not None]
     assert found == [10, 40, 70]
 
 
@@ -44,11 +81,11 @@ def test_nothing_changes_for_a_while_after_a_change() -> None:
     "instances",
     [
         POOLS[2:],  # "c" is the last one that decodes
-        [each._replace(is_open=each.name == "a") for each in POOLS],  # the others drain
-        [each._replace(is_settled=each.name != "p") for each in POOLS],  # "p" still decodes for some
+        [each._replace(is_draining=each.name != "a") for each in POOLS],  # the others drain
+        [each._replace(others=int(each.name == "p")) for each in POOLS],  # "p" still decodes for some
     ],
 )
-def test_a_pool_keeps_its_last_and_a_change_ends_before_the_next(instances: list[Candidate]) -> None:
+def test_a_pool_keeps_its_last_and_a_change_ends_before_the_next(instances: list[Worker]) -> None:
     assert changes(RoleRule(CONFIG), PREFILL_SHORT, range(60), instances) == []
 
 

@@ -34,8 +34,7 @@ def test_an_engines_pages_are_the_indexs_blocks() -> None:
 
             def leading(each: list[bytes]) -> int:
                 """Blocks of a prompt that the index says the engine has."""
-                match = index.match(np.array([block_hash(key) for key in each], np.uint64)).get("a")
-                return 0 if match is None else match.blocks
+                return index.match(np.array([block_hash(key) for key in each], np.uint64)).get("a", 0)
 
             there = [engine.scheduler.count_cached(each) // 4 for each in keys]
             wait_for(lambda: [leading(each) for each in keys] == there)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cluster.prefix_index.index import TIERS, Match, PrefixIndex, Tier
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 
 
 class Model:
@@ -31,17 +31,12 @@ class Model:
     def num_blocks(self) -> int:
         return sum(map(bool, self.holders.values()))
 
-    def match(self, keys: list[int]) -> dict[str, Match]:
+    def match(self, keys: list[int]) -> dict[str, int]:
         found = {}
         for name in {name for some in self.holders.values() for name, _ in some}:
-            tiers = []
-            for key in keys:
-                here = [tier for tier in TIERS if (name, tier) in self.holders.get(key, ())]
-                if not here:
-                    break
-                tiers.append(here[0])
-            if tiers:
-                found[name] = Match(len(tiers), *map(tiers.count, TIERS))
+            held = [any((name, tier) in self.holders.get(key, ()) for tier in TIERS) for key in [*keys, None]]
+            if count := held.index(False):
+                found[name] = count
         return found
 
 

@@ -29,7 +29,7 @@ class Index(TierIndex[TierPage]):
 
     @property
     def names(self) -> list[str]:
-        return [key.decode() for key in self.keys]
+        return [page.name.key.decode() for page in self]
 
 
 @dataclass

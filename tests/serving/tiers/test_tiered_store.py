@@ -130,7 +130,7 @@ def test_pages_that_are_read_stay_until_the_fetch_is_closed() -> None:
     (block,) = fetch.take(2**30)
     for name in "bcd":
         put(store, chain(name, 3))
-    store.clear()
+    store.evict(lambda key: True)
     put(store, chain("e", 4))
     for page, key in zip(block.data, keys, strict=True):
         np.testing.assert_array_equal(page, contents(key))
@@ -241,39 +241,6 @@ def test_prefetched_pages_are_in_host_memory(tmp_path: Path) -> None:
     store.close()
 
 
-def test_forgotten_pages_are_gone_for_good(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    keys, others = chain("a", 4), chain("b", 4)
-    put(store, keys)
-    put(store, others)
-    store.forget(keys[1])
-    assert store.tier_of(keys[1]) is None
-    assert load(store, keys) == 1
-    store.close()
-    store = make_store(tmp_path)
-    assert store.tier_of(keys[1]) is None
-    assert load(store, others) == 4
-    assert store.clear() == 4
-    assert store.count(others) == 0
-    store.close()
-    assert not list(tmp_path.rglob("*.page"))
-
-
-def test_what_is_cleared_on_its_way_does_not_come(tmp_path: Path) -> None:
-    store, gate = make_store(tmp_path), threading.Event()
-    keys = chain("a", 3)
-    put(store, keys, flush=False, gate=gate)
-    store.clear()
-    gate.set()
-    assert store.flush(20)
-    put(store, chain("b", 1), flush=False)
-    store.forget(b"b-0")
-    assert store.flush(20)
-    assert store.count(keys) == store.count([b"b-0"]) == 0
-    assert not list(tmp_path.rglob("*.page"))
-    store.close()
-
-
 def test_pinned_pages_stay(tmp_path: Path) -> None:
     store = make_store(tmp_path, pages=8, disk_pages=8, disk_bytes=12 * FILE)
     document = chain("document", 3)
@@ -308,7 +275,7 @@ def test_pinned_pages_stay(tmp_path: Path) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["put", "put", "load", "load", "prefetch", "forget", "clear", "restart", "pin"]),
+            st.sampled_from(["put", "put", "load", "load", "prefetch", "evict", "restart", "pin"]),
             st.sampled_from("abcd"),
             st.integers(1, 7),
         ),
@@ -336,12 +303,8 @@ def test_whatever_happens_pages_are_right(
             load(store, keys, max_bytes=count * PAGE)
         elif call == "prefetch":
             store.prefetch(keys)
-        elif call == "forget":
-            store.forget(keys[-1])
-            assert store.tier_of(keys[-1]) is None
-        elif call == "clear":
-            store.clear()
-            assert store.count(keys) == 0
+        elif call == "evict":
+            store.evict(lambda key: True)
         elif call == "pin":
             store.pin(keys, 2.0**60)
         else:
@@ -355,7 +318,7 @@ def test_whatever_happens_pages_are_right(
     assert stats.disk.num_bytes == sum(path.stat().st_size for path in directory.rglob("*.page"))
     # Nothing is held any more: everything can go.
     store.pin([key for name in "abcd" for key in chain(name, 7)], 0.0)
-    store.clear()
+    store.evict(lambda key: True)
     put(store, chain("full", pages))
     assert store.stats.host.pages == pages
     assert (stats.host.failed, stats.disk.failed) == (0, 0)

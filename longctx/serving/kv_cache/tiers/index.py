@@ -1,4 +1,4 @@
-"""Base of tiers: pages by key, the rules by which one is evicted when room is needed, and listeners to both.
+"""Base of tiers: pages by key, the rules by which one is evicted when room is needed, listeners to both, counters.
 
 No clock, no thread: everything follows from the calls.
 
@@ -6,7 +6,8 @@ Source: Mooncake, section 3 (LRU, LFU, or by the requests' characteristics).
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from longctx.serving.kv_cache.page_pool import Key
@@ -100,10 +101,8 @@ class TierIndex(Generic[Page]):
     def __contains__(self, key: object) -> bool:
         return key in self._pages
 
-    @property
-    def keys(self) -> list[Key]:
-        """Keys of all pages, in the order in which they were added."""
-        return list(self._pages)
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages.values())
 
     def find(self, key: Key) -> Page | None:
         return self._pages.get(key)
@@ -203,18 +202,6 @@ class TierIndex(Generic[Page]):
         for listener in self._listener:
             listener.removed(self.tier, key)
 
-    def forget(self, key: Key) -> list[Page]:
-        """Remove the page of a key, if it is there; which."""
-        page = self.find(key)
-        if page is None:
-            return []
-        self.remove(page)
-        return [page]
-
-    def clear(self) -> list[Page]:
-        """Remove all pages; which."""
-        return [page for key in self.keys for page in self.forget(key)]
-
     def _lacks_beginning(self, page: Page) -> bool:
         before = self.find(page.name.parent)
         return page.name.parent != b"" and (before is None or before.is_cut_off)
@@ -247,3 +234,46 @@ class TierIndex(Generic[Page]):
     def _next_tick(self) -> int:
         self._tick += 1
         return self._tick
+
+
+@dataclass
+class TierCounters:
+    """Counters of one tier. All count pages from the start on, unless said otherwise.
+
+    Attributes:
+      hits, misses: pages of loads that it had and that came whole, and that it was asked for and had not.
+      stored, evicted: pages written to it, and removed for room.
+      dropped: pages that were not written, as its queue or its memory was full, or the write failed.
+      corrupt: pages that were there, and were not what had been written; files that were unusable at start.
+      failed: writes that raised an error.
+      bytes_read, bytes_written: bytes.
+      pages, num_bytes, pinned_bytes: that it has now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    pages: int = 0
+    num_bytes: int = 0
+    pinned_bytes: int = 0
+
+
+@dataclass
+class TierStats:
+    """Counters of all tiers.
+
+    Attributes:
+      host, disk, remote: of each tier.
+      waiting_bytes: of pages that are on their way from devices, or to the disk.
+    """
+
+    host: TierCounters = field(default_factory=TierCounters)
+    disk: TierCounters = field(default_factory=TierCounters)
+    remote: TierCounters = field(default_factory=TierCounters)
+    waiting_bytes: int = 0

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.connector import Arrivals, PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.disk_tier import DiskPage, DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import PageName
+from longctx.serving.kv_cache.tiers.index import PageName, TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
 from longctx.serving.kv_cache.tiers.writer import IN_THE_BACKGROUND, URGENT, Workers
 
 _THREADS = 2
@@ -31,12 +29,12 @@ class _Load:
 
     Attributes:
       keys: of its pages. parents: of each of them but the first, the one before it.
-      done: leading pages that are through. epoch: of the store when it began.
+      done: leading pages that are through.
       held: pages of host memory that will be given. given: those that were, until the fetch is closed; None after that.
     """
 
-    def __init__(self, keys: Sequence[Key], epoch: int) -> None:
-        self.keys, self.epoch = list(keys), epoch
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = list(keys)
         self.fetch: Arrivals | None = None
         self.parents = dict(zip(self.keys[1:], self.keys, strict=False))
         self.held: dict[Key, HostPage] = {}
@@ -50,11 +48,7 @@ class _Load:
 
 
 class PageLoader:
-    """Reads the loads of one store in threads of its own. `lock` guards the tiers and the counters.
-
-    Attributes:
-      epoch: grows when the store is cleared: what was found before is not kept after.
-    """
+    """Reads the loads of one store in threads of its own. `lock` guards the tiers and the counters."""
 
     def __init__(
         self,
@@ -78,11 +72,10 @@ class PageLoader:
         self._remote_workers = Workers(1, "kv-load-remote") if remote is not None else None
         self._loads: set[_Load] = set()
         self._is_closed = False
-        self.epoch = 0
 
     def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> Arrivals:
         """Read pages, up to the first that no tier has or that is wrong; loads ahead of its pages end."""
-        load = _Load(keys, self.epoch)
+        load = _Load(keys)
 
         def close() -> None:
             with self._lock:
@@ -102,7 +95,7 @@ class PageLoader:
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Bring pages to host memory when there is nothing more urgent."""
-        load = _Load(keys, self.epoch)
+        load = _Load(keys)
         with self._lock:
             if not self._is_closed:
                 load.keys = [key for key in load.keys if key not in self._host]
@@ -229,7 +222,8 @@ class PageLoader:
                     with self._lock:
                         for page in (page for page in wrong if disk.find(page.name.key) is page):
                             self._stats.disk.corrupt += page.path.exists()
-                            disk.delete(disk.forget(page.name.key))
+                            disk.remove(page)
+                            disk.delete([page])
                     break
                 sums.append(checksum)
             return sums
@@ -297,7 +291,7 @@ class PageLoader:
                     continue
                 if number >= len(sums):
                     self._host.release(page)
-                elif load.epoch == self.epoch:
+                else:
                     self._admit(page, sums[number])
 
     def _give(self, load: _Load, pages: Sequence[HostPage | None], outs: Sequence[np.ndarray]) -> None:

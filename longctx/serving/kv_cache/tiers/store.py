@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from longctx.serving.kv_cache.arrivals import Arrivals
-from longctx.serving.kv_cache.connector import PageRead, PageStore
+from longctx.serving.kv_cache.connector import Arrivals, PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import TierListener
+from longctx.serving.kv_cache.tiers.index import TierListener, TierStats
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteProbe, RemoteStore, open_remote, remote_name
-from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.writer import StoreQueue, Writer
 
 _MOST_QUEUE_BYTES = 2**30
@@ -190,17 +188,6 @@ class TieredStore:
                 pinned.append(sum(tier.pin(key) for tier in self._tiers) > 0)
             return pinned.index(False) if False in pinned else len(pinned)
 
-    def forget(self, key: Key) -> None:
-        """Find a page no more, not even after a restart."""
-        with self._lock:
-            for queue in self._queues:
-                queue.forget(key)
-            self._loader.epoch += 1
-            self._host.forget(key)
-            removed = self._disk.forget(key) if self._disk is not None else []
-        if self._disk is not None:
-            self._disk.delete(removed)
-
     def evict(self, is_wanted: Callable[[Key], bool]) -> int:
         """Let pages leave host memory whose keys are wanted so; how many did.
 
@@ -208,24 +195,11 @@ class TieredStore:
         """
         with self._lock:
             self._expire()
-            keys = [key for key in self._host.keys if is_wanted(key) and key not in self._pins]
-            keys = [key for key in keys if self._disk is None or key in self._disk]
-            for key in keys:
-                self._host.forget(key)
-        return len(keys)
-
-    def clear(self) -> int:
-        """Forget all pages; how many there were in host memory. Loads in progress go on with what they found."""
-        with self._lock:
-            for queue in self._queues:
-                queue.clear()
-            self._pins.clear()
-            self._loader.epoch += 1
-            count = len(self._host.clear())
-            removed = self._disk.clear() if self._disk is not None else []
-        if self._disk is not None:
-            self._disk.delete(removed)
-        return count
+            pages = [page for page in self._host if is_wanted(page.name.key) and page.name.key not in self._pins]
+            pages = [page for page in pages if self._disk is None or page.name.key in self._disk]
+            for page in pages:
+                self._host.remove(page)
+        return len(pages)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what is on its way is in host memory and on disk; False: it is not so after `timeout` seconds."""
@@ -306,10 +280,10 @@ class TieredStore:
         return is_new
 
     def _write_to_disk(self, page: HostPage) -> None:
-        disk, writer, key = self._disk, self._writers[0], page.name.key
+        disk, key = self._disk, page.name.key
         assert disk is not None
         with self._lock:
-            if page not in writer or key in disk:
+            if key in disk:
                 return
             planned = disk.plan(page.name)
             if planned is None:
@@ -319,14 +293,11 @@ class TieredStore:
         disk.delete(removed)
         disk.write(file, self._host.buffer(page), page.checksum)
         with self._lock:
-            if is_wanted := page in writer:
-                disk.add(file)
-                if key in self._pins:
-                    disk.pin(key)
-                self._stats.disk.stored += 1
-                self._stats.disk.bytes_written += file.size
-        if not is_wanted:  # a page that was forgotten meanwhile must not come back, not even after a restart
-            disk.delete([file])
+            disk.add(file)
+            if key in self._pins:
+                disk.pin(key)
+            self._stats.disk.stored += 1
+            self._stats.disk.bytes_written += file.size
 
     def _write_to_remote(self, page: HostPage) -> None:
         assert self._remote is not None

@@ -14,8 +14,7 @@ from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageChecksum
-from longctx.serving.kv_cache.tiers.index import PageName
-from longctx.serving.kv_cache.tiers.stats import TierCounters, TierStats
+from longctx.serving.kv_cache.tiers.index import PageName, TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class StoreQueue:
         self._lock, self._part, self._checksum, self._host = lock, part, checksum, host
         self._stats, self._is_there, self._keep = stats, is_there, keep
         self._most = most_pages
-        self._arriving: dict[Key, PageRead] = {}
+        self._arriving: set[Key] = set()
         self._workers = Workers(1, "kv-store")
 
     def __len__(self) -> int:
@@ -94,16 +93,8 @@ class StoreQueue:
         """Wait for pages in another thread, and keep those that are wanted."""
         keys = {store.key for store in self.wanted(stores)}
         if keys:
-            self._arriving.update(dict.fromkeys(keys, read))
+            self._arriving |= keys
             self._workers.submit(lambda: self._store(stores, keys, read))
-
-    def forget(self, key: Key) -> None:
-        """Don't keep a page that is on its way."""
-        self._arriving.pop(key, None)
-
-    def clear(self) -> None:
-        """Keep no page that is on its way."""
-        self._arriving.clear()
 
     def close(self, timeout: float) -> None:
         """End when all pages have come. It is called without the lock."""
@@ -116,7 +107,7 @@ class StoreQueue:
             blocks = read.result()
             with self._lock:
                 for row, store in enumerate(stores):
-                    if store.key in keys and self._arriving.get(store.key) is read:
+                    if store.key in keys:
                         pages[row] = self._host.reserve(PageName(store.key, store.parent, store.number))
             outs = [None if page is None else self._host.pages[page.slot] for page in pages]
             complete = assemble(blocks, outs, self._part)
@@ -130,21 +121,15 @@ class StoreQueue:
         finally:
             with self._lock:
                 for store, page, checksum in zip(stores, pages, sums, strict=True):
-                    self._finish(store.key, page, checksum, store.key in keys, read)
+                    if store.key in keys:
+                        self._arriving.discard(store.key)
+                        is_kept = page is not None and checksum is not None and self._keep(page, checksum)
+                        self._stats.host.stored += is_kept
+                        self._stats.host.dropped += not is_kept
+                        self._stats.host.bytes_written += self._host.page_bytes * is_kept
+                    if page is not None:
+                        self._host.release(page)
                 self._lock.notify_all()
-
-    def _finish(self, key: Key, page: HostPage | None, checksum: int | None, is_kept: bool, read: PageRead) -> None:
-        """Let a page be found, if it has come whole and has not been forgotten meanwhile."""
-        is_wanted = is_kept and self._arriving.get(key) is read
-        if is_wanted:
-            del self._arriving[key]
-            if page is not None and checksum is not None and self._keep(page, checksum):
-                self._stats.host.stored += 1
-                self._stats.host.bytes_written += self._host.page_bytes
-            else:
-                self._stats.host.dropped += 1
-        if page is not None:
-            self._host.release(page)
 
 
 class Writer:
@@ -154,7 +139,7 @@ class Writer:
     and the counters; all methods but `close` are called under it.
 
     Args:
-      write: writes a page, without the lock. A page that is not `in` the writer any more must not be found after it.
+      write: writes a page, without the lock.
     """
 
     def __init__(
@@ -168,13 +153,9 @@ class Writer:
     ) -> None:
         self._lock, self._host, self._counters = lock, host, counters
         self._most, self._name, self._write = most_pages, name, write
-        self._waiting: dict[Key, HostPage] = {}  # and the one that is being written
+        self._waiting: set[Key] = set()  # and the one that is being written
         self._workers = Workers(1, name)
         self._is_closed = False
-
-    def __contains__(self, page: HostPage) -> bool:
-        """Whether a page is still to be written."""
-        return self._waiting.get(page.name.key) is page
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -187,43 +168,28 @@ class Writer:
             self._counters.dropped += 1
             return
         self._host.hold(page)
-        self._waiting[page.name.key] = page
+        self._waiting.add(page.name.key)
         self._workers.submit(lambda: self._write_next(page))
-
-    def forget(self, key: Key) -> None:
-        """Don't write a page; one that is being written won't be found."""
-        if (page := self._waiting.pop(key, None)) is not None:
-            self._host.release(page)
-
-    def clear(self) -> None:
-        """Write no page that waits; those that are being written won't be found."""
-        for key in list(self._waiting):
-            self.forget(key)
 
     def close(self, timeout: float) -> None:
         """End; what waits is dropped. It is called without the lock."""
-        with self._lock:
-            self._is_closed = True
-            self._counters.dropped += len(self._waiting)
-            self.clear()
+        self._is_closed = True
         self._workers.close(timeout)
 
     def _write_next(self, page: HostPage) -> None:
-        with self._lock:
-            if page not in self:
-                return
-            self._host.hold(page)
+        is_dropped = self._is_closed
         try:
-            self._write(page)
+            if not is_dropped:
+                self._write(page)
         except Exception as error:
+            is_dropped = True
             with self._lock:
                 if not self._counters.failed:
                     logger.warning("%s: a page can't be written: %r (later errors are counted)", self._name, error)
                 self._counters.failed += 1
-                self._counters.dropped += 1
         finally:
             with self._lock:
-                if page in self:
-                    self.forget(page.name.key)
+                self._counters.dropped += is_dropped
+                self._waiting.discard(page.name.key)
                 self._host.release(page)
                 self._lock.notify_all()
