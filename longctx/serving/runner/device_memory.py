@@ -108,7 +108,7 @@ class MemoryUse(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """What steps compute with, and keep for each slot."""
+        """Bytes that steps compute with, and keep for each slot."""
         return self.slots + self.temporaries + self.outputs
 
     @property
