@@ -234,7 +234,12 @@ def parse_args() -> argparse.Namespace:
     add("--warmup", type=at_least(int, 0), default=5, help="steps until then (default: %(default)s)")
     add("--weight-decay", type=real, default=0.01, help="(default: %(default)s)")
     add("--clip", type=at_least(float, 1e-6), default=1.0, help="norm of the gradient (default: %(default)s)")
-    add("--method", choices=("pass_kv", "pass_q", "all_gather", "ulysses"), default="pass_kv", help="(default: %(default)s)")
+    add(
+        "--method",
+        choices=("pass_kv", "pass_q", "all_gather", "ulysses"),
+        default="pass_kv",
+        help="(default: %(default)s)",
+    )
     add("--chunk", type=positive, default=512, help="tokens of a device in the feed-forward (default: %(default)s)")
     add("--save-every", type=positive, default=10, help="steps between states (default: %(default)s)")
     add("--compare", type=positive, metavar="STEPS", help="train in the ring and on one device, and save nothing")
