@@ -98,7 +98,7 @@ def context_parallel_attention(
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `longctx.kernels.attention`.
       window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`. With a
         window and positions that are not given, only those hops of `"pass_kv"` are sent that some query needs.
-      bias: as for `longctx.kernels.attention`, as a function alone, of the heads of all ranks.
+      bias: as for `longctx.kernels.attention`, a function alone, of the heads of all ranks.
       axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: with
