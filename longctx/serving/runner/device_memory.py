@@ -117,7 +117,7 @@ class MemoryUse(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The part that takes most, in a line."""
+        """The parts that take most, in a line."""
         names = {"parameters": self.weights, "pages": self.pages, "steps": self.steps}
         names |= {"other arrays": self.others} if self.others else {}
         return ", ".join(f"{name} {in_units(count)}" for name, count in names.items())
