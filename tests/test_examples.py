@@ -120,7 +120,7 @@ def of_container(path: Path, container: dict[str, Any]) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.parent.name)
-def test_pods_have_ports_probes_mounts_and_times_that_fit(path: Path) -> None:
+def test_pods_have_probes_mounts_and_times_that_fit(path: Path) -> None:
     for name, template in templates(path).items():
         pod = template["spec"]
         [container] = pod["containers"]
@@ -131,15 +131,6 @@ def test_pods_have_ports_probes_mounts_and_times_that_fit(path: Path) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] >= wait + found.shutdown_timeout + 15
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        named = {"http": found.port, "kv": found.kv_port}
-        for port, address in (
-            ("coordinator", found.coordinator),
-            ("kv-events", found.kv_events),
-            ("kv-replay", found.kv_events_replay),
-        ):
-            named[port] = address and int(address.rpartition(":")[2])
-        assert all(named[name] == port for name, port in ports.items())
 
 
 def test_the_image_is_of_extras_that_exist() -> None:

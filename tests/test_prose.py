@@ -35,6 +35,20 @@ def test_pages_name_their_subjects() -> None:
     assert wrong == []
 
 
+def test_the_rooms_of_the_engine_s_page_have_its_files() -> None:
+    text = (ROOT / "docs/engine.md").read_text(encoding="utf-8").partition("## Who does what")[2]
+    rows = re.findall(r"^\|(.*?)\| (`.*?) \|", text, re.MULTILINE)
+    room, missing = "", []
+    for title, files in rows:
+        room = title.strip(" `") or room
+        folder = ROOT / "longctx" / "serving" / room.removeprefix("beside them")
+        missing += [
+            f"{room}{file}" for file in re.findall(r"`([\w/]+\.py|\w+/)`", files) if not (folder / file).exists()
+        ]
+    assert len(rows) > 20
+    assert missing == []
+
+
 def test_the_rules_find_what_they_forbid() -> None:
     assert OPENING.match("What a page holds.")
     assert not OPENING.match("Whatever a page holds.")

@@ -19,7 +19,6 @@ from longctx import extras
 from longctx.cli.engine import EngineLoader, check_memory, describe_kernels, initialize_processes, show_compiling
 from longctx.cli.flags import naming, read, refuse
 from longctx.cli.serve_settings import (
-    address_text,
     chat_template,
     check_join_flags,
     check_transfer_flags,
@@ -32,6 +31,7 @@ from longctx.cli.serve_settings import (
 )
 from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cluster.launcher.supervised import end_with_parent
+from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer
 from longctx.models.chat_template import ChatTemplate
 from longctx.parallel import make_mesh
@@ -104,7 +104,7 @@ def _serve(
     engine = loader.load(config, tokenizer=load_tokenizer(loader.path), recorder=recorder)
     if listener is None:
         return _follow(engine, options, settings.server.shutdown_timeout)
-    address = address_text(listener.getsockname())
+    address = host_port(*listener.getsockname()[:2])
 
     def warm_up(engine: Engine) -> None:
         _log.info(describe_kernels(loader.model, config, loader.dtype))

@@ -17,7 +17,6 @@ from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
 from longctx.cli.flags import prefixing, read
 from longctx.cli.serve_settings import (
-    address_text,
     chat_template,
     check_transfer_flags,
     model_names,
@@ -31,6 +30,7 @@ from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, Pr
 from longctx.cluster.launcher.ray_launcher import RayLauncher
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
+from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -105,7 +105,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
         ended = threading.Event()
-        console, url = Console(options.quiet), f"http://{address_text(listener.getsockname())}"
+        console, url = Console(options.quiet), f"http://{host_port(*listener.getsockname()[:2])}"
         console.note(f"router   at {url}; {len(addresses)} instances by {file.launcher}")
         watch = threading.Thread(target=_watch, args=(server, http, launcher, len(addresses), ended, console, url))
         watch.start()

@@ -5,14 +5,13 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longctx import extras
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing, read, refuse
 from longctx.cli.settings import engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import Peers
-from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
@@ -56,27 +55,19 @@ def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
 
 
 def model_names(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names by which clients may call the model; the first one is in the answers."""
-    return tuple(options.served_model_name) or (_model_name(options.model),)
-
-
-def _model_name(model: str | Path) -> str:
-    """Return the hub's name of a model, or that of its folder or file, never a path."""
-    if model == TINY:
-        return _BUILTIN_NAME
-    path = Path(model)
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
+    """Return the names by which clients may call the model; the first one is in the answers, and never a path."""
+    if options.served_model_name:
+        return tuple(options.served_model_name)
+    if options.model == TINY:
+        return (_BUILTIN_NAME,)
+    path = Path(options.model)
+    return (path.resolve().name.removesuffix(".gguf") if path.exists() else str(options.model),)
 
 
 def chat_template(options: argparse.Namespace) -> ChatTemplate | None:
     """Read `--chat-template`; None: the tokenizer's own is to be taken."""
     path = options.chat_template
     return None if path is None else ChatTemplate(path, read_text("--chat-template", path))
-
-
-def address_text(name: tuple[Any, ...]) -> str:
-    """Return the address of a socket's name."""
-    return host_port(*name[:2])
 
 
 # Requests that move between servers.

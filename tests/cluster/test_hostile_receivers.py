@@ -11,7 +11,7 @@ import zmq
 from cluster.fake_engine import LAYOUT, FakeEngine, Lease, Taker, wait_until
 from cluster.ways import OPTIONS
 
-from longctx.cluster.transfer.messages import VERSION, Alive, FromReceiver, Grant, Open, encode
+from longctx.cluster.transfer.messages import VERSION, FromReceiver, Grant, Open, encode
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
@@ -31,10 +31,10 @@ class Peer:
     def send(self, message: FromReceiver) -> None:
         self.socket.send(encode(message))
 
-    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0) -> None:
+    def open(self, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0) -> None:
         part = LAYOUT.whole
         keys = lease.keys
-        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout))
+        self.send(Open(VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -63,13 +63,15 @@ def test_an_error_of_one_transfer_costs_that_transfer(
     engine = FakeEngine()
     lease, _ = engine.add(3, ready=0)
     with peer_of(engine) as (sender, peer):
-        peer.open(1, lease)
-        peer.open(2, lease)
+        other = Peer(sender.address)
+        peer.open(lease)
+        other.open(lease)
         wait_until(lambda: sender.num_streams == 2)
-        send = zmq.Socket.send_multipart
+        send, doomed = zmq.Socket.send_multipart, list[Any]()
 
         def fail(self: zmq.Socket[bytes], frames: list[Any], *arguments: Any, **more: Any) -> Any:
-            if bytes(frames[1]) == encode(Alive(1)):
+            doomed.append(frames[0])
+            if frames[0] == doomed[0]:
                 raise zmq.ZMQError(zmq.EFSM)
             return send(self, frames, *arguments, **more)
 
@@ -77,6 +79,7 @@ def test_an_error_of_one_transfer_costs_that_transfer(
         wait_until(lambda: sender.stats.outcomes["failed"] == 1)
         assert sender.num_streams == 1
         still_serves(sender, engine)
+        other.close()
     assert "a transfer failed" in caplog.text
 
 
@@ -88,9 +91,8 @@ def test_credits_without_bounds_do_not_fill_memory() -> None:
     with peer_of(engine, options) as (sender, peer):
         others = [peer, Peer(sender.address)]
         for each in others:
-            for number in (1, 2):
-                each.open(number, lease)
-                each.send(Grant(number, 4000))
+            each.open(lease)
+            each.send(Grant(4000))
         wait_until(lambda: sender.num_queued_bytes > 5 << 18)
         for _ in range(30):
             time.sleep(0.01)

@@ -32,20 +32,20 @@ HALF = PAGE[: len(PAGE) // LAYOUT.num_layers * 2]
 Frames = list[bytes]
 
 
-def block(**changes: Any) -> Callable[[int], Frames]:
+def block(**changes: Any) -> Callable[[], Frames]:
     """The first two layers of page 0, with changes."""
     data: bytes = changes.pop("data", HALF)
     frames: int = changes.pop("frames", 1)
 
-    def make(fetch: int) -> Frames:
-        right = Block(fetch, 0, 0, 1, (0, 2), LAYOUT.whole.heads, digest_of(HALF))
+    def make() -> Frames:
+        right = Block(0, 0, 1, (0, 2), LAYOUT.whole.heads, digest_of(HALF))
         return [encode(msgspec.structs.replace(right, **changes)), *[data] * frames]
 
     return make
 
 
-def say(kind: type[Any], *fields: Any) -> Callable[[int], Frames]:
-    return lambda fetch: [encode(kind(fetch, *fields))]
+def say(kind: type[Any], *fields: Any) -> Callable[[], Frames]:
+    return lambda: [encode(kind(*fields))]
 
 
 class FakeSender:
@@ -57,20 +57,20 @@ class FakeSender:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
-    def answer(self, frames: Callable[[int], Frames], copies: int = 1) -> None:
+    def answer(self, frames: Callable[[], Frames], copies: int = 1) -> None:
         """Open the next transfer, wait until blocks are granted, and send some frames, unless it is refused before."""
         while True:
             assert self.socket.poll(5000), "nothing is asked for"
             peer, header = self.socket.recv_multipart()
             message = decode(header, TO_SENDER)
             if isinstance(message, Open):
-                self.socket.send_multipart([peer, encode(Alive(message.fetch))])
+                self.socket.send_multipart([peer, encode(Alive())])
             elif isinstance(message, Close):
                 return
             elif isinstance(message, Grant) and message.blocks:
                 break
         for _ in range(copies):
-            self.socket.send_multipart([peer, *frames(message.fetch)])
+            self.socket.send_multipart([peer, *frames()])
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -114,15 +114,15 @@ def transfer() -> Iterator[tuple[FakeSender, PageReceiver, Taker]]:
         (block(number=1), "lost"),
         (say(End, 2, ""), "lost"),
         (say(End, 0, "no reason"), "ended"),
-        (lambda fetch: [b"no header"], "corrupt"),
-        (lambda fetch: [], "corrupt"),
-        (lambda fetch: [encode(Grant(fetch, 1))], "malformed"),  # what a receiver says
-        (lambda fetch: [encode(Alive(fetch)), b"more"], "malformed"),
+        (lambda: [b"no header"], "corrupt"),
+        (list, "corrupt"),
+        (lambda: [encode(Grant(1))], "malformed"),  # what a receiver says
+        (lambda: [encode(Alive()), b"more"], "malformed"),
     ],
 )
-def test_a_sender_that_breaks_the_protocol(frames: Callable[[int], Frames], outcome: str) -> None:
+def test_a_sender_that_breaks_the_protocol(frames: Callable[[], Frames], outcome: str) -> None:
     with transfer() as (sender, receiver, taker):
-        sender.answer(lambda fetch: frames(fetch) or [b""])
+        sender.answer(lambda: frames() or [b""])
         assert taker.finish() == 0
         assert not taker.pages.any()
         assert receiver.stats.outcomes[outcome] == 1  # type: ignore[index]
@@ -131,7 +131,7 @@ def test_a_sender_that_breaks_the_protocol(frames: Callable[[int], Frames], outc
 def test_blocks_that_were_not_granted() -> None:
     count = iter(range(100))
     with transfer() as (sender, receiver, taker):
-        sender.answer(lambda fetch: block(number=next(count))(fetch), copies=OPTIONS.window_blocks + 1)
+        sender.answer(lambda: block(number=next(count))(), copies=OPTIONS.window_blocks + 1)
         assert taker.finish(max_bytes=0) == 0
         assert receiver.stats.outcomes["malformed"] == 1
 

@@ -1,5 +1,8 @@
 """Tiles, their blocks and the workers' shares, in numpy: every visible block once, and every piece once."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,13 +121,18 @@ def rule_of(case: Case) -> AttentionRule:
     return AttentionRule(rule.get("causal", True), 1.0, rule.get("window", (None, None)))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def tiles_of(rule: AttentionRule, config: TileConfig, *masks: jax.Array) -> Any:
+    return make_tiles(1, rule.visible(Tokens(*masks[:2])), Tokens(*masks[2:]), config)
+
+
 @given(cases(st.just(((), 300, 700, 1, 1, 64)), ("causal", "all", "window", "both sides")))
 @settings(max_examples=8)
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
     config = TileConfig.choose(64, 300)
-    tiles, rows, tokens = make_tiles(1, rule_of(case).visible(Tokens(*masks[:2])), Tokens(*masks[2:]), config)
+    tiles, rows, tokens = tiles_of(rule_of(case), config, *masks)
     seen = seen_by(case)[0]
     assert len(tiles.start) == 3
     for tile in range(3):

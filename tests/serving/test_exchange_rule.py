@@ -1,16 +1,13 @@
 """Which rows are sharded, and which exchange they take: by prediction, by the papers' rules, and as set."""
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cli import main
 from longctx.models import LlamaConfig
-from longctx.models.builtin import TINY
 from longctx.parallel import EmpiricalRule, Topology, choose_ring
 from longctx.parallel.cost import LLAMA3_405B
 from longctx.serving import EngineConfig, ParallelPlan
@@ -249,19 +246,6 @@ def test_without_costs_auto_says_that_it_has_none() -> None:
 def test_wrong_exchanges_are_refused(exchange: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ParallelPlan(exchange=exchange)
-
-
-@pytest.mark.parametrize("given", ["pass_k", "empirical:1,2"])
-def test_the_command_line_names_its_flag(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--model", str(TINY), "--prompt", "a", "--exchange", given]) == 2
-    names = ", ".join(EXCHANGES)
-    assert f"--exchange must be one of {names}, or empirical:ALPHA,BETA,GAMMA, got '{given}'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1", None])
-def test_coefficients_must_be_finite(value: Any) -> None:
-    with pytest.raises(ValueError, match="beta must be a finite number"):
-        EmpiricalRule(1.0, value, 1.0)
 
 
 @given(st.tuples(*[st.floats(allow_nan=False, allow_infinity=False)] * 3))

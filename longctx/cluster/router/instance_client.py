@@ -54,19 +54,10 @@ class KvTransferInfo(msgspec.Struct):
     kv_dtype: str
 
 
-class PlanInfo(msgspec.Struct):
-    """The sizes of the instance's mesh."""
-
-    stage: int
-    context: int
-    tensor: int
-
-
 class TiersInfo(msgspec.Struct):
     """Bytes of pages beyond an instance's devices."""
 
     host_bytes: int
-    disk_bytes: int
 
 
 class EngineInfo(msgspec.Struct):
@@ -91,7 +82,7 @@ class ServerInfo(msgspec.Struct):
     max_model_len: int
     vocab_size: int
     token_budget: int
-    plan: PlanInfo
+    plan: ParallelPlan
     time: float
     instance: str
     keys: str | None
@@ -124,8 +115,6 @@ class _Evicted(msgspec.Struct):
 class LoadInfo(msgspec.Struct):
     """`/load` of an instance."""
 
-    num_running_reqs: int
-    num_waiting_reqs: int
     backlog_seconds: float
     decoding: int
     decode_tokens: int
@@ -159,8 +148,7 @@ class InstanceClient:
             predictor = Corrected(predictor_from_dict(fields["predictor"]))
             predictor.prompt_factor = check_real("prompt_factor", fields["prompt_factor"], _LEAST_FACTOR, _MOST_FACTOR)
             predictor.decode_factor = check_real("decode_factor", fields["decode_factor"], _LEAST_FACTOR, _MOST_FACTOR)
-            plan = ParallelPlan(info.plan.stage, info.plan.context, info.plan.tensor)
-            costs = PredictorCosts(predictor, info.token_budget, info.kv_bytes_per_token, plan)
+            costs = PredictorCosts(predictor, info.token_budget, info.kv_bytes_per_token, info.plan)
             costs.decode_seconds(1, 1)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its predictor can't be: {type(error).__name__}: {error}") from None

@@ -35,9 +35,8 @@ class Place(Struct, array_like=True, frozen=True):
 
 
 class Open(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: begin transfer `fetch` of these pages and this part of a lease, in blocks of at most `block_bytes`."""
+    """Receiver: begin a transfer of these pages and this part of a lease, in blocks of at most `block_bytes`."""
 
-    fetch: Number
     version: Number
     lease: Text
     keys: list[Annotated[bytes, Meta(max_length=64)]]
@@ -50,23 +49,19 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: there is room for `blocks` more; with 0 a sign of life."""
+    """Receiver: there is room for `blocks` more."""
 
-    fetch: Number
     blocks: Number
 
 
 class Pulled(Struct, tag=True, array_like=True, frozen=True):
     """Receiver: a block that lay in a slot has been read."""
 
-    fetch: Number
     slot: Number
 
 
 class Close(Struct, tag=True, array_like=True, frozen=True):
-    """Receiver: send no more of this transfer."""
-
-    fetch: Number
+    """Receiver: send no more."""
 
 
 class Release(Struct, tag=True, array_like=True, frozen=True):
@@ -78,8 +73,6 @@ class Release(Struct, tag=True, array_like=True, frozen=True):
 class Alive(Struct, tag=True, array_like=True, frozen=True):
     """Sender: a sign of life, first when the transfer begins."""
 
-    fetch: Number
-
 
 class Block(Struct, tag=True, array_like=True, frozen=True):
     """Sender: `pages` pages from page `first` of the transfer on, of a range of layers and heads.
@@ -87,7 +80,6 @@ class Block(Struct, tag=True, array_like=True, frozen=True):
     `number` counts the blocks of a transfer. Their bytes are the second frame, or lie at `place`.
     """
 
-    fetch: Number
     number: Number
     first: Number
     pages: Number
@@ -100,7 +92,6 @@ class Block(Struct, tag=True, array_like=True, frozen=True):
 class End(Struct, tag=True, array_like=True, frozen=True):
     """Sender: there will be no more blocks than the `number` that were sent; why, if they are not all."""
 
-    fetch: Number
     number: Number
     reason: Text
 
@@ -108,7 +99,6 @@ class End(Struct, tag=True, array_like=True, frozen=True):
 class Refused(Struct, tag=True, array_like=True, frozen=True):
     """Sender: the transfer does not begin; why."""
 
-    fetch: Number
     reason: Text
 
 

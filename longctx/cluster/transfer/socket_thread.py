@@ -66,7 +66,7 @@ class SocketThread(ABC):
 
     @abstractmethod
     def _tick(self) -> None:
-        """Tell the other sides that this one lives, and give up those that are silent."""
+        """Give up what is silent."""
 
     @abstractmethod
     def _finish(self) -> None:

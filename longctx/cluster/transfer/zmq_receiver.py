@@ -246,13 +246,11 @@ class _Stream:
     """Blocks that one process sends.
 
     Attributes:
-      number: of the stream in all messages.
       granted: blocks that may still come. held: blocks that have come and wait for the engine.
       heard: when its sender was heard last.
       num_come, num_ready: blocks that were announced, and those whose bytes are there. num_sent: of all, once known.
     """
 
-    number: int
     address: str
     socket: Socket
     monitor: Socket
@@ -305,16 +303,16 @@ class _Fetch(SocketThread):
         receiver, source = self._receiver, self.source
         if self._is_closing or self.arrivals.outcome is not None:
             return
-        for number, address in enumerate(source.addresses):
+        for address in source.addresses:
             socket = receiver.connect(address, _LOSSES | _REFUSALS)
             monitor = socket.get_monitor_socket(_LOSSES | _REFUSALS)
-            stream = _Stream(number, address, socket, monitor)
+            stream = _Stream(address, socket, monitor)
             self._streams.append(stream)
             self._poller.register(socket, zmq.POLLIN)
             self._poller.register(monitor, zmq.POLLIN)
             stream.send(
                 messages.Open(
-                    number, messages.VERSION, source.lease_id, self._keys, self._layout, receiver.fingerprint,
+                    messages.VERSION, source.lease_id, self._keys, self._layout, receiver.fingerprint,
                     *receiver.part, receiver.options.block_bytes, int(1000 * source.lease_timeout),
                 )
             )  # fmt: skip
@@ -331,7 +329,7 @@ class _Fetch(SocketThread):
         self._end("dropped")  # the receiver is closed
         for stream in self._streams:
             with contextlib.suppress(zmq.ZMQError):  # a sender that is not told notices by itself
-                stream.send(messages.Close(stream.number))
+                stream.send(messages.Close())
                 if self.source.releases:
                     stream.send(messages.Release(self.source.lease_id))
             self._receiver.network.drop(stream.socket, _LINGER)
@@ -343,7 +341,6 @@ class _Fetch(SocketThread):
         silence = now - min((stream.heard for stream in self._streams), default=now)
         if now > self._deadline or silence > self._receiver.options.silence_timeout:
             self._end("late")
-        self._grant(0)
 
     def _receive(self) -> None:
         for stream in self._streams:
@@ -361,14 +358,14 @@ class _Fetch(SocketThread):
         _LOG.warning("longctx: a transfer from %s broke off: %s", stream.address, messages.shorten(str(error)))
         self._end(error.outcome)
 
-    def _grant(self, least: int = 1) -> None:
-        """Grant free blocks to streams; with `least` 0 also none, as a sign of life."""
+    def _grant(self) -> None:
+        """Grant free blocks to streams."""
         for stream in self._streams if not self._is_closing else ():
             wanted = self._receiver.options.window_blocks - stream.granted - stream.held
             blocks = self._receiver.take_blocks(max(0, wanted), stream.granted == stream.held == 0)
-            if blocks >= least:
+            if blocks:
                 stream.granted += blocks
-                stream.send(messages.Grant(stream.number, blocks))
+                stream.send(messages.Grant(blocks))
 
     def _receive_from(self, stream: _Stream) -> None:
         for _ in range(_MAX_MESSAGES):
@@ -382,8 +379,6 @@ class _Fetch(SocketThread):
             self._handle(stream, message, [frame.buffer for frame in frames])
 
     def _handle(self, stream: _Stream, message: messages.FromSender, frames: list[Any]) -> None:
-        if message.fetch != stream.number:
-            raise messages.Malformed("a message of another transfer")
         stream.heard = time.monotonic()
         self._receiver.known.add(stream.address)
         if isinstance(message, messages.Block):
@@ -442,7 +437,7 @@ class _Fetch(SocketThread):
             self._end("lost")
             return
         assert message.place is not None
-        stream.send(messages.Pulled(stream.number, message.place.slot))
+        stream.send(messages.Pulled(message.place.slot))
         try:
             self._put(stream, message, data)
         except messages.Malformed as error:

@@ -121,7 +121,7 @@ class PageSender(SocketThread):
             raise OSError(error.errno, f"transfers can't listen on {Address(ip, port)}: {error}") from None
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
         self.address = bound.removeprefix("tcp://")
-        self._streams: dict[tuple[bytes, int], _SendStream] = {}
+        self._streams: dict[bytes, _SendStream] = {}  # of each receiver
         self._poller.register(self._socket, zmq.POLLIN)
         self._thread.start()
 
@@ -144,14 +144,8 @@ class PageSender(SocketThread):
         self._network.close()
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        for (peer, fetch), stream in list(self._streams.items()):
-            if stream.closed():
-                continue  # by what was sent to its peer just now
-            if now - stream.heard > self.options.silence_timeout:
-                self._close(peer, fetch, "late")
-            else:
-                self._send(peer, messages.Alive(fetch))
+        for peer in list(self._streams):
+            self._send(peer, messages.Alive())  # ends the transfer if heartbeats have found the connection dead
         self._rejected.update()
         self.stats.strangers = self._rejected.count
 
@@ -175,22 +169,21 @@ class PageSender(SocketThread):
             self._open(peer, message)
         elif isinstance(message, messages.Release):
             self._exporter.release(message.lease)
-        elif (stream := self._streams.get((peer, message.fetch))) is not None:
-            stream.heard = time.monotonic()
+        elif (stream := self._streams.get(peer)) is not None:
             try:
                 if isinstance(message, messages.Grant):
                     stream.grant(message.blocks)
                 elif isinstance(message, messages.Pulled):
                     stream.free(message.slot)
                 else:
-                    self._close(peer, message.fetch, "dropped")
+                    self._close(peer, "dropped")
             except ValueError:
-                self._close(peer, message.fetch, "malformed")
+                self._close(peer, "malformed")
                 raise
 
     def _open(self, peer: bytes, message: messages.Open) -> None:
-        if (peer, message.fetch) in self._streams:
-            raise ValueError("a transfer was opened twice")
+        if peer in self._streams:
+            raise ValueError("a transfer was opened in another one")
         lease_timeout = max(self._lease_timeout, message.lease_timeout / 1000)
         try:
             self._check_receiver(message)
@@ -203,16 +196,16 @@ class PageSender(SocketThread):
             reason = "the sender failed"
         else:
             post, queue = functools.partial(self._post, peer), functools.partial(self._queue.put, peer)
-            stream = _SendStream(message.fetch, post, self.stats, queue, self._staging)
-            self._streams[peer, message.fetch] = stream
-            self._send(peer, messages.Alive(message.fetch))
+            stream = _SendStream(post, self.stats, queue, self._staging)
+            self._streams[peer] = stream
+            self._send(peer, messages.Alive())
             try:
                 stream.start(self._export(message, lease_timeout, stream.closed))
             except RuntimeError:  # there are as many threads as there may be
-                self._fail(peer, message.fetch)
+                self._fail(peer)
             return
         self.stats.add_outcome("refused")
-        self._send(peer, messages.Refused(message.fetch, reason))
+        self._send(peer, messages.Refused(reason))
 
     def _find(self, message: messages.Open) -> Wanted:
         """Find the pages that a receiver asks for in their lease. Raises LeaseGone or ValueError."""
@@ -248,60 +241,48 @@ class PageSender(SocketThread):
     def _options_for(self, message: messages.Open) -> TransferOptions:
         return dataclasses.replace(self.options, block_bytes=min(self.options.block_bytes, message.block_bytes))
 
-    def _close(self, peer: bytes, fetch: int, outcome: Outcome) -> None:
-        stream = self._streams.pop((peer, fetch), None)
+    def _close(self, peer: bytes, outcome: Outcome) -> None:
+        stream = self._streams.pop(peer, None)
         if stream is not None:  # else it was closed by what was sent meanwhile
             stream.close(outcome)
 
-    def _fail(self, peer: bytes, fetch: int) -> None:
+    def _fail(self, peer: bytes) -> None:
         """End one transfer because of the error that is being handled."""
         _LOG.exception("longctx: a transfer failed")
-        self._close(peer, fetch, "failed")
+        self._close(peer, "failed")
 
     def _post(self, peer: bytes, message: messages.FromSender, data: Any) -> None:
         """Send a message from any thread."""
-        frames = [messages.encode(message)] if data is None else [messages.encode(message), data]
-        self.post(lambda: self._send_frames(peer, message.fetch, frames))
+        self.post(lambda: self._send(peer, message, data))
 
-    def _send(self, peer: bytes, message: messages.FromSender) -> None:
-        self._send_frames(peer, message.fetch, [messages.encode(message)])
-
-    def _send_frames(self, peer: bytes, fetch: int, frames: list[Any]) -> None:
-        """Send a message of a transfer. An error ends that transfer; a peer that is gone, all of its own."""
+    def _send(self, peer: bytes, message: messages.FromSender, data: Any = None) -> None:
+        """Send a message of a transfer, which an error ends."""
         try:
             # Without a threshold below which it copies: what is copied would leave the queue before it is sent.
-            header, *data = frames
-            sent = [peer, header, *(zmq.Frame(each, copy=False, copy_threshold=0) for each in data)]
-            self._socket.send_multipart(sent, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                self._fail(peer, fetch)
-                return
-            for other, number in list(self._streams):
-                if other == peer:
-                    self._close(other, number, "lost")
-        except Exception:
-            self._fail(peer, fetch)
+            blocks = [] if data is None else [zmq.Frame(data, copy=False, copy_threshold=0)]
+            self._socket.send_multipart([peer, messages.encode(message), *blocks], zmq.NOBLOCK, copy=False)
+        except Exception as error:
+            if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                self._close(peer, "lost")
+            else:
+                self._fail(peer)
 
 
 class _SendStream:
     """One transfer until the receiver closes it: a thread reads pages, and sends blocks as they are granted.
 
     Args:
-      fetch: its number at the receiver.
       post: sends a message to the receiver, with a block's bytes if it has any.
       queue: waits until there is room for a block's bytes on their way, and returns what is to be sent; None: closed.
     """
 
     def __init__(
         self,
-        fetch: int,
         post: Callable[[messages.FromSender, Any], None],
         stats: TransferStats,
         queue: Callable[[np.ndarray, Callable[[], bool]], np.ndarray | None],
         staging: MooncakeStaging | None,
     ) -> None:
-        self.fetch, self.heard = fetch, time.monotonic()
         self._post, self._stats, self._queue, self._staging = post, stats, queue, staging
         self._changed = threading.Condition()  # guards what follows
         self._credit, self._is_closed = 0, False
@@ -311,7 +292,7 @@ class _SendStream:
     def start(self, blocks: Iterator[PageBlock]) -> None:
         """Start to send blocks, whose iterator may wait, and raise LeaseGone or ValueError."""
         act = functools.partial(self._run, blocks)
-        threading.Thread(target=act, name=f"longctx transfer {self.fetch}", daemon=True).start()
+        threading.Thread(target=act, name="longctx transfer", daemon=True).start()
 
     def grant(self, blocks: int) -> None:
         """Add to the blocks that may be sent. Raises ValueError: the receiver grants without bounds."""
@@ -355,9 +336,7 @@ class _SendStream:
             for block in blocks:
                 num_pages = len(block.data)
                 data = np.ascontiguousarray(np.asarray(block.data)).reshape(-1).view(np.uint8)
-                message = messages.Block(
-                    self.fetch, number, block.first, num_pages, *block.part, messages.digest_of(data)
-                )
+                message = messages.Block(number, block.first, num_pages, *block.part, messages.digest_of(data))
                 if not self._send(message, data):
                     return
                 number += 1
@@ -371,7 +350,7 @@ class _SendStream:
             reason, outcome = "the sender failed", "failed"
         if not self._is_closed:
             self._end(outcome)  # before the receiver closes it
-            self._post(messages.End(self.fetch, number, reason), None)
+            self._post(messages.End(number, reason), None)
 
     def _send(self, message: messages.Block, data: np.ndarray) -> bool:
         """Send a block once there is room for it; returns False if the transfer was closed."""

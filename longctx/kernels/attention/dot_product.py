@@ -73,7 +73,7 @@ def dot_product_attention(
       query: `[*B, T, N, H]`, floating point, with one batch dimension or none.
       key, value: `[*B, S, K, H]` and `[*B, S, K, Hv]`, N a multiple of K.
       bias: added to scores, floating point; broadcasts to `[*B, N, T, S]`.
-      mask: true where a query may see a key; broadcasts likewise.
+      mask: true where a query may see a key; broadcasts to `[*B, N, T, S]`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       is_causal: whether query t sees only keys 0 to t.
       query_seq_lengths, key_value_seq_lengths: integers `[B]`: the queries and keys of each sequence, of which others

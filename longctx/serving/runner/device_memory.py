@@ -108,7 +108,7 @@ class MemoryUse(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """What steps compute with, and keep for each slot."""
+        """Bytes that steps compute with, and keep for each slot."""
         return self.slots + self.temporaries + self.outputs
 
     @property
@@ -117,7 +117,7 @@ class MemoryUse(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What takes most, in a line."""
+        """The parts that take most, in a line."""
         names = {"parameters": self.weights, "pages": self.pages, "steps": self.steps}
         names |= {"other arrays": self.others} if self.others else {}
         return ", ".join(f"{name} {in_units(count)}" for name, count in names.items())
