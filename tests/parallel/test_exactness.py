@@ -75,7 +75,7 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
 
     else:
         groups = 2 if exchange == "usp" else 1
-        spec = P(("stage", "context"))
+        spec = P(("stage", "context") if exchange == "usp" else "context")
         q_spec = P() if exchange.startswith("kvp") else spec
         compute = jax.shard_map(
             lambda *arrays: EXCHANGES[exchange](*arrays[:-1], sinks=arrays[-1], axis_name="context", **dict(options)),
