@@ -74,7 +74,8 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
             return attention(q, k, v, **masks, sinks=sinks, implementation="reference", **dict(options))
 
     else:
-        groups, spec = (2, P(("stage", "context"))) if exchange == "usp" else (1, P("context"))
+        groups = 2 if exchange == "usp" else 1
+        spec = P(("stage", "context") if exchange == "usp" else "context")
         q_spec = P() if exchange.startswith("kvp") else spec
         compute = jax.shard_map(
             lambda *arrays: EXCHANGES[exchange](*arrays[:-1], sinks=arrays[-1], axis_name="context", **dict(options)),
