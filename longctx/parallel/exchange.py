@@ -74,7 +74,7 @@ class AttentionSpec(NamedTuple):
                 )
         check_bias_function(self.bias)
         operands = flatten(check_arrays(*arrays, self.causal))
-        bias = check_bias(self.bias, operands.q, operands.k)
+        bias: Any = check_bias(self.bias, operands.q, operands.k)
         if isinstance(self.bias, BiasOfRank):
             bias = self.bias.number(bias)
         operands = operands._replace(bias=bias)

@@ -143,12 +143,12 @@ def check_kernel(
 def check_implementation(implementation: str | Sequence[str] | None, known: Iterable[str]) -> tuple[str, ...]:
     """Check the names and return them; none: the best is to be chosen."""
     is_sequence = isinstance(implementation, Sequence) and not isinstance(implementation, str)
-    names = tuple(implementation) if is_sequence else () if implementation is None else (implementation,)  # type: ignore[arg-type]
+    names: Any = implementation if is_sequence else () if implementation is None else (implementation,)
     if (implementation is not None and not names) or not all(name in [*known] for name in names):
         raise ValueError(
             f"implementation must be None, one of {sorted(known)}, or a sequence of these, got {implementation!r}"
         )
-    return names
+    return tuple(names)
 
 
 def _is_hashable(x: Any) -> bool:
@@ -251,7 +251,7 @@ def _check_bias_function(bias: BiasFunction, heads: int, length: int, kv_length:
             f"{(rows, keys)} for heads and q_positions of {(rows, 1)} and kv_positions of {(1, keys)}, "
             f"got {', '.join(map(str, found)) or None}"
         )
-    dtype = found[0].dtype  # type: ignore[attr-defined]
+    dtype = found[0].dtype
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
         raise TypeError(f"bias must return real numbers or booleans, got {dtype}")
 
