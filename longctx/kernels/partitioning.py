@@ -166,8 +166,11 @@ def _over_explicit_axes(function: Function, rule: Rule, operands: Sequence[Array
     return jax.shard_map(local, mesh=mesh, **specs, **names)(*placed)
 
 
-def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Function:
-    """The function as one operation that XLA divides by the rule. JAX drops the operation where one device compiles."""
+def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh, whole: Function | None = None) -> Function:
+    """The function as one operation that XLA divides by the rule. JAX drops the operation where one device compiles.
+
+    `whole` is the function without constants, for all of the operands. None: the function has none.
+    """
     free = _sizes(mesh, AxisType.Auto) if AxisType.Manual in mesh.axis_types else {}
     device = Device.target()  # XLA calls back when the mesh of the context may be gone
 
@@ -194,7 +197,7 @@ def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Funct
 
     if rule.has_constants:
         return functools.partial(_with_constants, function, rule, mesh)
-    operation = custom_partitioning(lambda *operands: function(*operands))
+    operation = custom_partitioning(lambda *operands: (whole or function)(*operands))
     operation.def_partition(
         partition,
         infer_sharding_from_operands=infer,
@@ -209,16 +212,18 @@ def _with_constants(function: Function, rule: Rule, mesh: AbstractMesh, *operand
     closed = jax.make_jaxpr(function)(*operands)
     constants = [jnp.asarray(x) for x in closed.consts]
 
-    def open_function(*arrays: Array) -> tuple[Array, ...]:
+    def of_part(*arrays: Array) -> tuple[Array, ...]:
+        # Traced again, as Manual axes, which are in the types of the jaxpr, are unknown when XLA calls back.
+        return function(*arrays[: len(operands)])
+
+    def of_whole(*arrays: Array) -> tuple[Array, ...]:
         of_call, of_function = arrays[: len(operands)], arrays[len(operands) :]
-        if [x.shape for x in of_call] != [x.shape for x in operands]:  # a device's part
-            return function(*of_call)
         return tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(of_function)))(*of_call))
 
     names = (*rule.names, *("",) * len(constants))
     whole = (*rule.operands, *(("",) * x.ndim for x in constants))
     open_rule = dataclasses.replace(rule, names=names, operands=whole, has_constants=False)
-    return _over_auto_axes(open_function, open_rule, mesh)(*operands, *constants)
+    return _over_auto_axes(of_part, open_rule, mesh, of_whole)(*operands, *constants)
 
 
 def _for_shardy(rule: Rule, operand_types: Sequence[Any]) -> SdyShardingRule:

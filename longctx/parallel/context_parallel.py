@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -31,7 +31,7 @@ from longctx.kernels.attention.rule import BiasFunction
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
-from longctx.parallel.exchange import AttentionSpec, check_bias_function
+from longctx.parallel.exchange import AttentionSpec, BiasOfRank, check_bias_function
 from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.layout import Layout, check_layout, layout_hops
 from longctx.parallel.mesh_axes import MeshAxes, batch_axis_of, check_axes, check_mesh, spec_of, with_auto_axes
@@ -172,23 +172,11 @@ def context_parallel_attention(
         axis_name, rule.causal, rule.scale, kernel.implementation, out_dtype, rule.window, rule.soft_cap, bias
     )
     if bias is not None and head_axis is not None:
-        spec = spec._replace(bias=_BiasOfRank(bias, head_axis, num_heads // tensor))
+        spec = spec._replace(bias=BiasOfRank(bias, head_axis, num_heads // tensor))
     hops = None
     if method == "pass_kv" and rule.window != (None, None) and q_positions is None and kv_positions is None:
         hops = layout_hops(length, num_ranks, layout, causal=rule.causal, window=rule.window)
     return _attend_over_mesh(_StaticArguments(mesh, method, layout, axes, spec, hops), arguments, sinks)
-
-
-@dataclasses.dataclass(frozen=True)
-class _BiasOfRank:
-    """A function of heads and positions, for ranks that each have `num_heads` of the heads, along a mesh axis."""
-
-    function: BiasFunction
-    axis_name: str
-    num_heads: int
-
-    def __call__(self, heads: Array, q_positions: Array, kv_positions: Array) -> Array:
-        return self.function(heads + lax.axis_index(self.axis_name) * self.num_heads, q_positions, kv_positions)
 
 
 def _find_hardware(mesh: Mesh | AbstractMesh, axis_name: str) -> Hardware:

@@ -29,6 +29,23 @@ from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.partitioning import match_varying
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class BiasOfRank:
+    """A function of heads and positions, for ranks that each have `num_heads` of the heads, along a mesh axis."""
+
+    function: BiasFunction
+    axis_name: str
+    num_heads: int
+
+    def __call__(self, heads: Array, q_positions: Array, kv_positions: Array) -> Array:
+        return self.function(heads, q_positions, kv_positions)
+
+    def number(self, heads: Array) -> Array:
+        """Return the numbers of heads that are counted from 0 on this rank."""
+        return heads + lax.axis_index(self.axis_name) * self.num_heads
+
+
 class AttentionSpec(NamedTuple):
     """The static arguments of an exchange; None: a default."""
 
@@ -57,7 +74,10 @@ class AttentionSpec(NamedTuple):
                 )
         check_bias_function(self.bias)
         operands = flatten(check_arrays(*arrays, self.causal))
-        operands = operands._replace(bias=check_bias(self.bias, operands.q, operands.k))
+        bias: Any = check_bias(self.bias, operands.q, operands.k)
+        if isinstance(self.bias, BiasOfRank):
+            bias = self.bias.number(bias)
+        operands = operands._replace(bias=bias)
         kernel = check_kernel(
             q,
             self.causal,

@@ -52,14 +52,15 @@ def make_mesh(
     """
     sizes = ({} if data is None else {"data": data}) | dict(zip(AXES, (stage, context, tensor), strict=True))
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
     needed, devices = math.prod(sizes.values()), jax.devices()
     if needed > len(devices):
         product = " * ".join(sizes)
         raise ValueError(f"{product} must be at most the number of devices, {len(devices)}, got {sizes}")
-    own = names or {}
-    if not own.keys() <= sizes.keys() or len({own.get(name, name) for name in sizes}) < len(sizes):
+    own = {} if names is None else names
+    are_names = isinstance(own, Mapping) and all(isinstance(name, str) for name in own.values())
+    if not are_names or not own.keys() <= sizes.keys() or len({own.get(name, name) for name in sizes}) < len(sizes):
         raise ValueError(f"names must give different names to some of the axes {', '.join(sizes)}, got {names!r}")
     axes = [own.get(name, name) for name in sizes]
     return Mesh(np.array(devices[:needed]).reshape(*sizes.values()), axes, axis_types=(axis_type,) * len(axes))

@@ -1,5 +1,6 @@
 """Bad input to `attention` raises an error that names the argument."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,16 @@ from longctx.kernels import attention, plan_attention
 
 Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
 SIX = jnp.arange(6)
+
+
+@dataclasses.dataclass
+class Slope:
+    """A function that has no hash."""
+
+    slope: float
+
+    def __call__(self, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        return self.slope * (j - i)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +59,24 @@ SIX = jnp.arange(6)
         ({"scale": jnp.float32(1)}, ValueError, "scale must be a finite number"),
         ({"implementation": []}, ValueError, "implementation must be None, one of"),
         ({"implementation": ["xla", "fast"]}, ValueError, "implementation must be None, one of"),
+        ({"implementation": {"xla", "reference"}}, ValueError, "implementation must be None, one of"),
+        ({"implementation": [["xla"]]}, ValueError, "implementation must be None, one of"),
+        ({"implementation": 3}, ValueError, "implementation must be None, one of"),
         (
             {"bias": np.zeros((3, 3), np.float32)},
             ValueError,
             r"bias must have a shape that broadcasts to \(.*, got \(3, 3",
         ),
         ({"bias": np.zeros((1, 1), int)}, TypeError, "bias must be floating point"),
-        ({"bias": lambda head, i, j: jnp.zeros((9, 9, 9))}, ValueError, "bias must return an array that broadcasts to"),
+        ({"bias": lambda head, i, j: jnp.zeros((6, 6))}, ValueError, "bias must return an array that broadcasts to"),
+        ({"bias": lambda head, i, j: np.zeros((4, 1, 1))}, ValueError, "bias must return an array that broadcasts to"),
+        ({"bias": lambda head, i, j: None}, ValueError, "bias must return an array that broadcasts to .* got None"),
+        (
+            {"bias": lambda head, i, j: (i - j) * 1j},
+            TypeError,
+            "bias must return real numbers or booleans",
+        ),
+        ({"bias": Slope(1.0)}, TypeError, "bias must be a hashable function"),
         (
             {"is_causal": True},
             TypeError,

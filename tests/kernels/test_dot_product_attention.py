@@ -83,6 +83,9 @@ def test_without_a_batch_shapes_and_dtypes_are_those_of_jax_nn(dtype: Any) -> No
     ("named", "error", "message"),
     [
         ({"mask": np.zeros((T, S), np.float32)}, TypeError, "mask must be boolean, got float32: numbers"),
+        ({"mask": np.ones((3, S), bool)}, ValueError, r"mask must have a shape that broadcasts to"),
+        ({"mask": np.ones((3, S), bool), "bias": np.zeros((T, S))}, ValueError, "mask must have a shape"),
+        ({"bias": np.ones((T, S), bool)}, TypeError, "bias must be floating point, got bool"),
         ({"query_seq_lengths": np.array([1, 2, 3])}, ValueError, r"query_seq_lengths must have the shape \(2,\)"),
         ({"implementation": "cudnn"}, ValueError, "implementation must be None, one of"),
         ({"local_window_size": -1}, ValueError, "window must be"),
@@ -150,13 +153,29 @@ def test_vmap_of_a_bias_and_of_its_gradient() -> None:
     np.testing.assert_allclose(gradient, jax.grad(loss(dense))(ARRAY, *QKV), atol=1e-4)
 
 
-@pytest.mark.parametrize(("context", "tensor", "method"), [(2, 4, "pass_kv"), (3, 2, "pass_q"), (4, 1, "kvp")])
-def test_a_function_knows_its_heads_and_positions_on_each_rank(context: int, tensor: int, method: str) -> None:
-    mesh = make_mesh(context=context, tensor=tensor)
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [
+        ({"context": 2, "tensor": 4}, "pass_kv"),
+        ({"context": 3, "tensor": 2}, "pass_q"),
+        ({"context": 4}, "kvp"),
+        ({"context": 2, "tensor": 2, "data": 2}, "pass_kv"),
+        ({"context": 2, "data": 2}, "ulysses"),
+    ],
+)
+def test_a_function_knows_its_heads_and_positions_on_each_rank(sizes: dict[str, int], method: Any) -> None:
+    mesh = make_mesh(**sizes)
     got = context_parallel_attention(*QKV, mesh=mesh, method=method, bias=alibi)
     np.testing.assert_allclose(got, dense(ARRAY, *QKV), atol=1e-5)
     with pytest.raises(NotImplementedError, match="bias must be a function of heads and positions where keys are"):
         context_parallel_attention(*QKV, mesh=mesh, method=method, bias=ARRAY)  # type: ignore[arg-type]
+
+
+def test_a_function_of_booleans_says_what_is_seen() -> None:
+    window, _ = attention(*QKV, window=(3, 0))
+    for implementation in ("xla", "reference"):
+        got, _ = attention(*QKV, bias=lambda head, i, j: i - j <= 3, implementation=implementation)  # type: ignore[arg-type]
+        np.testing.assert_allclose(got, window, atol=1e-5)
 
 
 def test_a_function_that_holds_traced_arrays_is_refused() -> None:

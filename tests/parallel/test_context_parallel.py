@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import cases
 import jax
@@ -282,8 +283,9 @@ def test_make_mesh_takes_the_first_devices_and_rejects_too_many() -> None:
     assert mesh.axis_types == (AxisType.Auto,) * 3
     with pytest.raises(ValueError, match="at most the number of devices, 8"):
         make_mesh(context=3, tensor=3)
-    with pytest.raises(ValueError, match="tensor must be a positive integer, got 0"):
-        make_mesh(tensor=0)
+    for wrong in (0, True):
+        with pytest.raises(ValueError, match=f"tensor must be a positive integer, got {wrong}"):
+            make_mesh(tensor=wrong)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -296,6 +298,7 @@ def test_a_mesh_with_data_and_names_of_ones_own(kind: AxisType) -> None:
         out = context_parallel_attention(q, k, k, method="pass_kv", axis_name="sp", head_axis="tp", batch_axis="data")
     dense = attention(Q, K, K)[0]
     np.testing.assert_allclose(np.asarray(out), np.asarray(dense)[None].repeat(2, 0), atol=1e-5)
-    for names in ({"ring": "sp"}, {"context": "tensor"}):
+    wrong: list[Any] = [{"ring": "sp"}, {"context": "tensor"}, {"context": 3}, ["sp"]]
+    for names in wrong:
         with pytest.raises(ValueError, match="names must give different names to some of the axes data, stage"):
             make_mesh(data=2, names=names)

@@ -107,8 +107,9 @@ def attention(
         to `[*B, N, T, S]`: floating point, or boolean, False where a query does not see a key that it would see
         otherwise (no block is skipped for it). Or a function of numbers of query heads and the positions of queries and
         of keys, three integer arrays that broadcast to the scores, of which nothing has T times S elements:
-        `lambda head, i, j: -slopes[head] * abs(i - j)`. The function may hold constants, not traced arrays; pass the
-        same one each time, as it is part of the program. (A function of `head` by place: `head` counts from 0.)
+        `lambda head, i, j: -slopes[head] * abs(i - j)`; its results are numbers or booleans, likewise. The function may
+        hold constants, not traced arrays; pass the same one each time, as it is part of the program. `head` counts
+        from 0.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which values have too; no
         soft cap, no bias), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); a sequence

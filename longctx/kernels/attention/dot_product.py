@@ -7,9 +7,9 @@ from jax import Array, lax
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from longctx.annotations import Real
-from longctx.kernels.arrays import check_array, check_ids
+from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.api import attention
-from longctx.kernels.attention.operands import Implementation, Window, check_window
+from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts, check_window
 
 
 @overload
@@ -67,7 +67,8 @@ def dot_product_attention(
 
     Results are equal but for rows that see no key: they are 0, where `jax.nn` returns the mean of all values, unless
     `query_seq_lengths` ends before them. Causality, lengths and the window empty blocks before anything is computed;
-    `bias` and `mask` are read in blocks, and scores are never in memory as a whole.
+    `bias` or `mask` is read in blocks, and scores are never in memory as a whole; both are first joined to one array of
+    the shape that they broadcast to.
 
     Args:
       query: `[*B, T, N, H]`, floating point, with one batch dimension or none.
@@ -101,7 +102,7 @@ def dot_product_attention(
       >>> bool(jnp.allclose(ours, theirs, atol=1e-6))
       True
     """
-    query, key = check_array("query", query), check_array("key", key)
+    query, key, value = (check_array(*x) for x in (("query", query), ("key", key), ("value", value)))
     for name, x in (("query", query), ("key", key)):
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have a shape [B, length, heads, H] or [length, heads, H], got {x.shape}")
@@ -120,7 +121,7 @@ def dot_product_attention(
         **positions,
         causal=is_causal,
         window=local_window_size,
-        bias=_with_mask(bias, mask, query.ndim),
+        bias=_with_mask(bias, mask, (*batch, query.shape[-2], length, kv_length)),
         scale=scale,
         implementation=implementation,
     )
@@ -139,17 +140,23 @@ def _segments(side: str, lengths: Any, count: int, batch: tuple[int, ...]) -> Ar
     return jnp.where(jnp.arange(count)[None] < found[:, None], 0, -1).reshape(*batch, count)
 
 
-def _with_mask(bias: Any, mask: Any, ndim: int) -> Any:
+def _with_mask(bias: Any, mask: Any, wanted: tuple[int, ...]) -> Any:
     """The bias, with -inf where the mask is false; the mask itself where there is no bias.
 
-    `jax.nn` takes either with a batch dimension of 1 where the query of `ndim` dimensions has none.
+    Both broadcast to the shape `wanted`, `[*B, N, T, S]`; `jax.nn` takes them with a batch dimension of 1 where the
+    query has none.
     """
     arrays = [x if x is None else check_array(name, x, True) for name, x in (("bias", bias), ("mask", mask))]
-    bias, mask = (x[0] if x is not None and x.shape[: x.ndim - ndim] == (1,) else x for x in arrays)
+    bias, mask = (x[0] if x is not None and x.shape[: x.ndim - len(wanted)] == (1,) else x for x in arrays)
+    if bias is not None:
+        check_floating("bias", bias.dtype)
     if mask is None:
         return bias
     if mask.dtype != bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}: numbers that are added to scores are a bias")
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is not None:
+            check_broadcasts(name, x.shape, wanted)
     if bias is None:
         return mask
     bias, mask = (x.reshape((1,) * (max(bias.ndim, mask.ndim) - x.ndim) + x.shape) for x in (bias, mask))

@@ -133,19 +133,30 @@ def check_kernel(
     names = check_implementation(implementation, IMPLEMENTATIONS)
     soft_cap = check_soft_cap(logits_soft_cap)
     case = selection.Case(q.dtype, q.shape[-1], value_size or q.shape[-1], soft_cap is not None, bias is not None)
-    window, function = check_window(window), bias if callable(bias) else None
-    rule = AttentionRule(bool(causal), check_scale(scale, q.shape[-1]), window, soft_cap, function)
+    function = bias if callable(bias) else None
+    if function is not None and not _is_hashable(function):
+        raise TypeError(f"bias must be a hashable function, as it is part of the program, got {function!r}")
+    rule = AttentionRule(bool(causal), check_scale(scale, q.shape[-1]), check_window(window), soft_cap, function)
     return Kernel(selection.choose(names, case), rule)
 
 
 def check_implementation(implementation: str | Sequence[str] | None, known: Iterable[str]) -> tuple[str, ...]:
     """Check the names and return them; none: the best is to be chosen."""
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
-    if (implementation is not None and not names) or not {*names} <= {*known}:
+    is_sequence = isinstance(implementation, Sequence) and not isinstance(implementation, str)
+    names: Any = implementation if is_sequence else () if implementation is None else (implementation,)
+    if (implementation is not None and not names) or not all(name in [*known] for name in names):
         raise ValueError(
             f"implementation must be None, one of {sorted(known)}, or a sequence of these, got {implementation!r}"
         )
-    return names
+    return tuple(names)
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def check_scale(scale: Real | None, head_size: int) -> float:
@@ -208,27 +219,41 @@ def check_bias(bias: Bias | None, q: Array, k: Array) -> Array | None:
     if bias.dtype != bool:
         check_floating("bias", bias.dtype)
     wanted = (*batch, heads, length, k.shape[-3])
-    own = bias.shape[::-1]
-    if bias.ndim > len(wanted) or any(have not in (1, want) for have, want in zip(own, wanted[::-1], strict=False)):
-        raise ValueError(f"bias must have a shape that broadcasts to {wanted}, [*B, N, T, S], got {bias.shape}")
+    check_broadcasts("bias", bias.shape, wanted)
     return bias.reshape((1,) * (max(len(wanted), 4) - bias.ndim) + bias.shape)
 
 
+def check_broadcasts(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Check that a shape broadcasts to that of the scores `[*B, N, T, S]`."""
+    if not _broadcasts(shape, wanted):
+        raise ValueError(f"{name} must have a shape that broadcasts to {wanted}, [*B, N, T, S], got {shape}")
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    pairs = zip(shape[::-1], wanted[::-1], strict=False)
+    return len(shape) <= len(wanted) and all(have in (1, want) for have, want in pairs)
+
+
 def _check_bias_function(bias: BiasFunction, heads: int, length: int, kv_length: int) -> None:
-    """Check that a bias can be traced, holds no traced arrays and returns numbers that broadcast to `[N, T, S]`."""
-    arguments = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((heads, 1, 1), (1, length, 1), (1, 1, kv_length)))
+    """Check that a bias can be traced, holds no traced arrays and returns numbers or booleans for a block of scores."""
+    # As "xla" calls it, but for lengths that no constant of the scores' shape has.
+    rows, keys = heads * length + 1, kv_length + 1
+    arguments = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((rows, 1), (rows, 1), (1, keys)))
     traced = jax.make_jaxpr(bias)(*arguments)
     if any(isinstance(x, jax.core.Tracer) for x in traced.consts):
         raise TypeError(
             "bias must be a function that holds no traced arrays: it has no gradient in them; pass an array"
         )
-    wanted, (found, *rest) = (heads, length, kv_length), traced.out_avals or [None]
-    own = getattr(found, "shape", (0,))
-    if rest or len(own) > 3 or any(have not in (1, want) for have, want in zip(own[::-1], wanted[::-1], strict=False)):
+    found = traced.out_avals
+    if len(found) != 1 or not _broadcasts(getattr(found[0], "shape", (0,)), (rows, keys)):
         raise ValueError(
-            f"bias must return an array that broadcasts to {wanted} for heads {(heads, 1, 1)}, q_positions "
-            f"{(1, length, 1)} and kv_positions {(1, 1, kv_length)}, got {', '.join(map(str, traced.out_avals))}"
+            "bias must return an array that broadcasts to what its arguments do, blocks of any size: "
+            f"{(rows, keys)} for heads and q_positions of {(rows, 1)} and kv_positions of {(1, keys)}, "
+            f"got {', '.join(map(str, found)) or None}"
         )
+    dtype = found[0].dtype
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
+        raise TypeError(f"bias must return real numbers or booleans, got {dtype}")
 
 
 def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtype:

@@ -9,7 +9,8 @@ from jax import Array
 from longctx.kernels.attention.mask import Tokens, Visible
 
 BiasFunction = Callable[[Array, Array, Array], Array]
-"""From the numbers of query heads, and the positions of queries and of keys, integers, to what is added to scores.
+"""From the numbers of query heads, and the positions of queries and of keys, integers, to what is added to scores, or
+to booleans, as of an array.
 
 The three broadcast against each other, and the result has the shape that they broadcast to, or broadcasts to it.
 """
@@ -63,5 +64,5 @@ class AttentionRule(NamedTuple):
         if bias is None:
             return scores
         if self.bias is not None:
-            return scores + jnp.asarray(self.bias(bias, q_positions, kv_positions)).astype(scores.dtype)
+            bias = jnp.asarray(self.bias(bias, q_positions, kv_positions))
         return jnp.where(bias, scores, -jnp.inf) if bias.dtype == bool else scores + bias.astype(scores.dtype)
