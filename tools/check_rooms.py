@@ -24,28 +24,28 @@ class Room(NamedTuple):
 
 SERVING = "longctx/serving"
 ROOMS = {
-    "kernels": Room(("longctx/kernels",), 6230, 47, 6000),  # partitioning for JAX's own sharding came after the plan
-    "parallel": Room(("longctx/parallel",), 3540, 21, 2800),
-    "models": Room(("longctx/models",), 5710, 29, 4200),
-    "nnx": Room(("longctx/nnx",), 1200, 7, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1860, 13, 1200),
-    "engine": Room((f"{SERVING}/engine",), 3940, 17, 2600),
-    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4100, 25, 3300),
-    "KV cache": Room((f"{SERVING}/kv_cache",), 3170, 20, 2600),
-    "predictor": Room((f"{SERVING}/predictor",), 1190, 8, 900),
-    "scheduler": Room((f"{SERVING}/scheduler",), 3720, 15, 2700),
-    "distributed": Room((f"{SERVING}/distributed",), 2300, 13, 1400),
+    "kernels": Room(("longctx/kernels",), 6730, 49, 6000),  # partitioning for JAX's own sharding came after the plan
+    "parallel": Room(("longctx/parallel",), 3890, 22, 2800),
+    "models": Room(("longctx/models",), 5340, 29, 4200),
+    "nnx": Room(("longctx/nnx",), 1220, 7, 1200),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1830, 12, 1200),
+    "engine": Room((f"{SERVING}/engine",), 3510, 16, 2600),
+    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 3990, 24, 3300),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 2770, 17, 2600),
+    "predictor": Room((f"{SERVING}/predictor",), 1050, 8, 900),
+    "scheduler": Room((f"{SERVING}/scheduler",), 3670, 15, 2700),
+    "distributed": Room((f"{SERVING}/distributed",), 1910, 13, 1400),
     "recording": Room(
-        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1610, 12, 1500
+        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1530, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 5350, 29, 4200),
-    "cluster": Room(("longctx/cluster",), 9320, 48, 6500),
-    "simulation": Room(("longctx/simulation",), 7370, 45, 6500),
-    "command line": Room(("longctx/cli",), 4600, 28, 2400),
-    "longctx": Room(("longctx",), 65780, 384, 50000),
-    "papers": Room(("papers",), 4930, 35, 4500),
-    "tests": Room(("tests",), 53620, 349, 38000),
-    "benchmarks": Room(("benchmarks",), 9540, 69, 8000),
+    "server": Room((f"{SERVING}/server",), 5100, 29, 4200),
+    "cluster": Room(("longctx/cluster",), 8350, 46, 6500),
+    "simulation": Room(("longctx/simulation",), 7030, 45, 6500),
+    "command line": Room(("longctx/cli",), 4010, 25, 2400),
+    "longctx": Room(("longctx",), 62430, 376, 50000),
+    "papers": Room(("papers",), 4900, 35, 4500),
+    "tests": Room(("tests",), 52070, 343, 38000),
+    "benchmarks": Room(("benchmarks",), 8570, 60, 8000),
 }
 
 
