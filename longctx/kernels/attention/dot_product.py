@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.api import attention
-from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts, check_window
+from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts
 
 
 @overload
@@ -109,7 +109,6 @@ def dot_product_attention(
     batch, length, kv_length = query.shape[:-3], query.shape[-3], key.shape[-3]
     positions: dict[str, Any] = {}
     if is_causal or local_window_size is not None:
-        check_window(local_window_size)
         positions = {"q_positions": jnp.arange(length), "kv_positions": jnp.arange(kv_length)}
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         for side, count, lengths in (("q", length, query_seq_lengths), ("kv", kv_length, key_value_seq_lengths)):

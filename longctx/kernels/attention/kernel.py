@@ -15,7 +15,7 @@ from longctx.kernels.arrays import check_constant
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
-from longctx.kernels.attention.rule import AttentionRule
+from longctx.kernels.attention.rule import AttentionRule, is_added
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
@@ -79,7 +79,7 @@ class Operands(NamedTuple):
     @property
     def has_bias_gradient(self) -> bool:
         """Whether bias is an array of numbers to add."""
-        return self.bias is not None and jnp.issubdtype(self.bias.dtype, jnp.floating)
+        return is_added(self.bias)
 
     @property
     def are_empty(self) -> bool:

@@ -1,7 +1,7 @@
 """The rule of attention: which keys a query sees, and what makes a score. Static, one for all implementations."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,6 +14,11 @@ to booleans, as of an array.
 
 The three broadcast against each other, and the result has the shape that they broadcast to, or broadcasts to it.
 """
+
+
+def is_added(bias: Array | None) -> TypeGuard[Array]:
+    """Whether a bias is an array of numbers to add to scores, which then has a gradient."""
+    return bias is not None and jnp.issubdtype(bias.dtype, jnp.floating)
 
 
 class AttentionRule(NamedTuple):

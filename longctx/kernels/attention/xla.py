@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot, exp_below
-from longctx.kernels.attention.rule import AttentionRule
+from longctx.kernels.attention.rule import AttentionRule, is_added
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.barrier import hold
 from longctx.kernels.merge import merge_state
@@ -126,7 +126,7 @@ def xla_backward(
         d_q_rows, *rest = tile.sweep(step, (jnp.zeros_like(q_rows, dtype), *state[1:]))
         return tile.add_rows(state[0], d_q_rows), *rest
 
-    added = (bias,) if bias is not None and jnp.issubdtype(bias.dtype, jnp.floating) else ()
+    added = (bias,) if is_added(bias) else ()
     zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=x.shape[-4:]) for x in (k, v, *added))
     zeros, (_, k, v) = hold(zeros, (q, k, v))
     d_q, *rest = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)

@@ -9,6 +9,7 @@ from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import attention_with_vjp
 from longctx.kernels.attention.operands import (
+    Implementation,
     Window,
     check_implementation,
     check_out_dtype,
@@ -49,7 +50,7 @@ def paged_attention(
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
     scale: Real | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     out_dtype: DTypeLike | None = None,
     plan: PagedPlan | None = None,
     k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,

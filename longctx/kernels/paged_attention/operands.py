@@ -3,13 +3,16 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array, check_int32
+from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8 import BITS, E4M3
+from longctx.kernels.fp8_rows import dequantize_rows
 
 
 class PagedOperands(NamedTuple):
@@ -162,6 +165,29 @@ def check_int32_of(name: str, x: ArrayLike | Nested, shape: tuple[int, ...]) -> 
     if checked.shape != shape:
         raise ValueError(f"{name} must have the shape {shape}, got {checked.shape}")
     return checked
+
+
+def slots(operands: PagedOperands) -> tuple[Array, Array]:
+    """Positions of the slots of all entries `[B, M, page_size]`, 0 where no token is written, and whether one is."""
+    table, index, page_size = operands.page_table, operands.page_index, operands.k_pages.shape[1]
+    if index is None:
+        index = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
+    index = jnp.minimum(index, (2**31 - 1) // page_size - 1)  # the index of an unused entry must not overflow
+    positions = rearrange(index, "b m -> b m 1") * page_size + rearrange(
+        jnp.arange(page_size, dtype=jnp.int32), "p -> 1 1 p"
+    )
+    written = positions < operands.kv_lengths[:, None, None]
+    return jnp.where(written, positions, 0), written
+
+
+def gather_slots(operands: PagedOperands, pages: Array, scale: Array | None, written: Array, dtype: Any) -> Array:
+    """Keys or values of all slots `[B, M, page_size, K, H]`. Slots never written may hold NaN, and give 0."""
+    page = operands.first_page + operands.page_table
+    if scale is None:
+        rows = from_bits(pages[page], operands.q.dtype)
+    else:
+        rows = dequantize_rows(pages[page], rearrange(scale[page], "b m k p -> b m p k"), operands.q.dtype)
+    return jnp.where(written[..., None, None], rows.astype(dtype), 0)
 
 
 def debug_check_table(operands: PagedOperands) -> None:

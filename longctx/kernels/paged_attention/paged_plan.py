@@ -16,7 +16,7 @@ from jaxtyping import ArrayLike, Int, Shaped
 from longctx.annotations import Nested
 from longctx.kernels import selection
 from longctx.kernels.arrays import check_constant, check_floating
-from longctx.kernels.attention.operands import Window, check_implementation, check_window
+from longctx.kernels.attention.operands import Implementation, Window, check_implementation, check_window
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
@@ -100,7 +100,7 @@ def plan_paged_attention(
     q_positions: Int[ArrayLike, "T"] | Nested,
     q_sequence: Int[ArrayLike, "T"] | Nested,
     window: Window | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     q_dtype: DTypeLike | None = None,
     max_rows_per_sequence: int | None = None,
     reserved_multiprocessors: int = 0,
