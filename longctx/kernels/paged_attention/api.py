@@ -23,7 +23,7 @@ from longctx.kernels.derivatives import reverse_mode_alone
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.operand_dtype import wide_dtype
-from longctx.kernels.paged_attention.gradient import PagedKernel, PlannedPages
+from longctx.kernels.paged_attention.kernel import PagedKernel, PlannedPages
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
     IMPLEMENTATIONS,
@@ -32,7 +32,7 @@ from longctx.kernels.paged_attention.paged_plan import (
     make_plan,
     shapes_of,
 )
-from longctx.kernels.partitioning import Rule, match_varying, partitioned, without_ones
+from longctx.kernels.partitioning import match_varying
 
 
 def paged_attention(
@@ -167,29 +167,7 @@ def _paged_attention(
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         planned = PlannedPages(*operands[:3], operands[3:], plan)
-        kernel = PagedKernel(_divided, rule, out_dtype)
+        kernel = PagedKernel(rule, out_dtype)
         is_reference = plan.implementation == "reference"
         out, lse = kernel.forward(planned) if is_reference else attention_with_vjp(kernel, planned)
     return out.astype(out_dtype), lse
-
-
-def _divided(
-    operands: PagedOperands, plan: PagedPlan, rule: AttentionRule, out_dtype: jnp.dtype
-) -> tuple[Array, Array]:
-    """Compute, with heads divided over the mesh. Every device has all pages of its KV heads."""
-    leaves, tree = jax.tree.flatten((operands, plan.data))
-
-    def local(*leaves: Array) -> tuple[Array, ...]:
-        mine, data = jax.tree.unflatten(tree, leaves)
-        if shapes_of(mine) != shapes_of(operands):
-            data = make_plan(mine, plan.implementation, rule.window[0]).data
-        return IMPLEMENTATIONS[plan.implementation][1](mine, rule, data, out_dtype)
-
-    of_heads = {"q": ("", "k g", ""), "k_pages": ("", "", "k", ""), "k_scale": ("", "k", "")}
-    of_heads |= {"v_pages": of_heads["k_pages"], "v_scale": of_heads["k_scale"]}
-    given = [(name, x) for name, x in operands._asdict().items() if x is not None]
-    labels = [without_ones(x.shape, of_heads.get(name, ("",) * x.ndim)) for name, x in given]
-    labels += [("",) * x.ndim for x in leaves[len(given) :]]
-    names = [name if name in of_heads else "" for name, _ in given] + [""] * (len(leaves) - len(given))
-    division = Rule(tuple(names), tuple(labels), (labels[0], labels[0][:-1]), splits_groups=False)
-    return partitioned(local, division, None, *leaves)  # type: ignore[return-value]

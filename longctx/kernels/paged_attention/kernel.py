@@ -1,7 +1,6 @@
-"""The gradient of `paged_attention`: pages are gathered, and contiguous attention is differentiated."""
+"""The `Algorithm` of `paged_attention`. Its gradient gathers pages, and differentiates attention to contiguous keys."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,8 @@ from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.paged_attention.operands import PagedOperands, gather_slots, slots
-
-# forward(operands, plan, rule, out_dtype) -> (out, lse)
-Forward = Callable[[PagedOperands, Any, AttentionRule, jnp.dtype], tuple[Array, Array]]
+from longctx.kernels.paged_attention.paged_plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
+from longctx.kernels.partitioning import Rule, partitioned, without_ones
 
 
 class PlannedPages(NamedTuple):
@@ -35,12 +33,11 @@ class PlannedPages(NamedTuple):
 class PagedKernel:
     """The `Algorithm` of `paged_attention`."""
 
-    compute: Forward
     rule: AttentionRule
     out_dtype: jnp.dtype
 
     def forward(self, planned: PlannedPages) -> tuple[Array, Array]:
-        return self.compute(planned.operands, planned.plan, self.rule, self.out_dtype)
+        return _divided(planned.operands, planned.plan, self.rule, self.out_dtype)
 
     def backward(self, planned: PlannedPages, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array | None, ...]:
         operands = planned.operands
@@ -64,3 +61,25 @@ class PagedKernel:
         rows = (x[None] for x in (lse, row_terms, d_out))
         d_q, d_k, d_v = kernel.backward(Operands(operands.q[None], k, v, queries, keys), *rows)
         return d_q[0], *((None, None) if scatter is None else scatter((d_k[0], d_v[0])))
+
+
+def _divided(
+    operands: PagedOperands, plan: PagedPlan, rule: AttentionRule, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """Compute, with heads divided over the mesh. Every device has all pages of its KV heads."""
+    leaves, tree = jax.tree.flatten((operands, plan.data))
+
+    def local(*leaves: Array) -> tuple[Array, ...]:
+        mine, data = jax.tree.unflatten(tree, leaves)
+        if shapes_of(mine) != shapes_of(operands):
+            data = make_plan(mine, plan.implementation, rule.window[0]).data
+        return IMPLEMENTATIONS[plan.implementation][1](mine, rule, data, out_dtype)
+
+    of_heads = {"q": ("", "k g", ""), "k_pages": ("", "", "k", ""), "k_scale": ("", "k", "")}
+    of_heads |= {"v_pages": of_heads["k_pages"], "v_scale": of_heads["k_scale"]}
+    given = [(name, x) for name, x in operands._asdict().items() if x is not None]
+    labels = [without_ones(x.shape, of_heads.get(name, ("",) * x.ndim)) for name, x in given]
+    labels += [("",) * x.ndim for x in leaves[len(given) :]]
+    names = [name if name in of_heads else "" for name, _ in given] + [""] * (len(leaves) - len(given))
+    division = Rule(tuple(names), tuple(labels), (labels[0], labels[0][:-1]), splits_groups=False)
+    return partitioned(local, division, None, *leaves)  # type: ignore[return-value]
