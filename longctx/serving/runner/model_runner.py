@@ -93,7 +93,7 @@ class ModelRunner:
         if num_pages is not None:
             self.allocate(num_pages)
 
-    def allocate(self, num_pages: int) -> None:
+    def allocate(self, num_pages: int, num_window_pages: int = 0) -> None:
         """Make the arrays of the state, with `num_pages` pages of each rank; once."""
         self._num_pages, state = num_pages, self.abstract_state(num_pages)
         page_index, no_bias = state_updates.unused_page_index(self._page_size), LogitBias.row(SamplingParams())
