@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     exchange: str = "pass_q"  # of the sharded rows
     message: int = 0  # cached pages that a rank sends at a time in pass-KV and all-gather; 0: nothing is cached
     rounds: int = 1  # how many such messages a rank may send; only as many as it takes are sent
-    num_window_pages: int = 0  # 0: no layer has a window
+    num_window_pages: int = 0  # of layers with a sliding window; 0: there are none
 
     @classmethod
     def of(
@@ -107,8 +107,9 @@ class _RowInputs(NamedTuple):
     table_entries: Any  # [entries], column of the table,
     table_pages: Any  # [entries], page of this rank,
     table_page_index: Any  # [entries], and which page of its sequence it is
-    window_pages: Any  # [written], page of this rank's window pool, as `pages`; [0] if no layer has a window
-    table_window_pages: Any  # [entries], the new entries' pages of this rank's window pool; [0] likewise
+    # Of layers with a sliding window, empty where there are none; an entry whose page is never read has any page.
+    window_pages: Any  # [written], as `pages`, of this rank's window pages
+    table_window_pages: Any  # [entries], as `table_pages`
 
 
 class RowInputs(_RowInputs, Packed):
@@ -120,8 +121,8 @@ class RowInputs(_RowInputs, Packed):
         several = shape.ranks if shape.ranks > 1 else 0
         sharded, groups = (several * shape.sharded,), (several * shape.replicated,)
         messages = (shape.samples if shape.message else 0,), (1 if shape.rounds > 1 else 0,)
-        windows = (written, entries) if shape.num_window_pages else ((0,), (0,))
-        return (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4 + windows
+        sizes = (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4
+        return (*sizes, *((written, entries) if shape.num_window_pages else ((0,), (0,))))
 
     @classmethod
     def empty(cls, shape: Shape) -> tuple[np.ndarray, "RowInputs"]:
