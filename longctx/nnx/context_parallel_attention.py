@@ -1,6 +1,7 @@
 """`ContextParallelAttention`: grouped-query attention as an NNX module, its tokens sharded over a mesh."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
@@ -141,13 +142,14 @@ class ContextParallelAttention(nnx.Module):
 
         outward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
         inward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2)
-        self.wq = nnx.Param(outward(rngs.params(), (hidden_size, num_heads, head_dim), param_dtype))
-        self.wk = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
-        self.wv = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
-        self.wo = nnx.Param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype))
+        self.wq = self._param(outward(rngs.params(), (hidden_size, num_heads, head_dim), param_dtype), 1)
+        self.wk = self._param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype), 1)
+        self.wv = self._param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype), 1)
+        self.wo = self._param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype), 0)
 
         def constant(is_wanted: bool, value: Real, *shape: int) -> nnx.Param | None:
-            return nnx.data(nnx.Param(jnp.full(shape, value, param_dtype)) if is_wanted else None)
+            heads = 0 if len(shape) > 1 else None
+            return nnx.data(self._param(jnp.full(shape, value, param_dtype), heads) if is_wanted else None)
 
         self.bq = constant(use_bias, 0, num_heads, head_dim)
         self.bk = constant(use_bias, 0, num_kv_heads, head_dim)
@@ -247,7 +249,11 @@ class ContextParallelAttention(nnx.Module):
             q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
         attend = self._attend_cached if decode else self._attend
         out = attend(q, k, v, positions, segments)
-        return project(out, self.wo[...].astype(x.dtype), axes=2)
+        contract: Any = functools.partial(project, axes=2)
+        sharding = jax.typeof(out).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types:  # a product over sharded heads must say how it is sharded
+            contract = jax.sharding.auto_axes(contract, out_sharding=P(*sharding.spec[:-2], None))
+        return contract(out, self.wo[...].astype(x.dtype))
 
     def _attend(self, q: Array, k: Array, v: Array, positions: Array, segments: Array) -> Array:
         return context_parallel_attention(
@@ -294,6 +300,15 @@ class ContextParallelAttention(nnx.Module):
             **self._options(),
         )
         return jnp.where(has_room, out, jnp.nan).reshape(q.shape)
+
+    def _param(self, x: Array, heads: int | None) -> nnx.Param:
+        """A parameter, placed over the mesh of `jax.set_mesh`: its dimension `heads` is sharded if it can be."""
+        mesh = mesh_with_devices(None)
+        if mesh is None or self.axis_name not in mesh.shape:
+            return nnx.Param(x)
+        axis = check_axes(mesh, self.axis_name, self.head_axis, self.batch_axis).head
+        is_divided = axis is not None and heads is not None and x.shape[heads] % mesh.shape[axis] == 0
+        return nnx.Param(place(x, mesh, P(*(None,) * (heads or 0), axis) if is_divided else P()))
 
     def _options(self) -> dict[str, Any]:
         names = ("mesh", "method", "axis_name", "head_axis", "batch_axis", "causal", "implementation")

@@ -172,6 +172,35 @@ def test_mesh_of_set_mesh_with_data_parallelism(types: tuple[AxisType, ...]) -> 
     np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("types", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_parameters_are_sharded_by_head_from_their_creation(types: tuple[AxisType, ...], jitted: bool) -> None:
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=types, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        make = functools.partial(
+            ContextParallelAttention, WIDTH, HEADS, 2, SIZE, rope=RopeConfig(), use_bias=True, qk_norm=True
+        )
+        module = (nnx.jit(make) if jitted else make)(rngs=nnx.Rngs(0))
+        shards = {name: x[...].sharding.shard_shape(x.shape) for name, x in nnx.to_flat_state(nnx.state(module))}
+        assert shards == {
+            ("wq",): (WIDTH, 2, SIZE),
+            ("wk",): (WIDTH, 1, SIZE),
+            ("wv",): (WIDTH, 1, SIZE),
+            ("wo",): (2, SIZE, WIDTH),
+            ("bq",): (2, SIZE),
+            ("bk",): (1, SIZE),
+            ("bv",): (1, SIZE),
+            ("q_norm",): (SIZE,),
+            ("k_norm",): (SIZE,),
+        }
+        out = nnx.jit(lambda module, x: module(x))(module, X)
+        gradient = nnx.grad(lambda module: jnp.sum(module(X) ** 2))(module)
+        assert gradient["wo"][...].sharding.shard_shape(gradient["wo"].shape) == (2, SIZE, WIDTH)
+    plain = make(rngs=nnx.Rngs(0))
+    nnx.update(plain, jax.tree.map(np.asarray, nnx.state(module)))
+    np.testing.assert_allclose(out, reference(plain, X), atol=1e-5)
+
+
 @pytest.mark.parametrize("types", [pytest.param(AxisType.Explicit, marks=pytest.mark.slow), AxisType.Auto])
 def test_the_cache_can_be_made_inside_of_jit(types: AxisType) -> None:
     mesh = jax.make_mesh((3,), ("context",), axis_types=(types,), devices=jax.devices()[:3])
