@@ -53,6 +53,8 @@ class LlamaConfig:
       tie_embeddings: whether the embedding is the output head too.
       qkv_bias: whether queries, keys and values have biases, as in Qwen2.5.
       qk_norm: whether each head's queries and keys have an RMS norm, as in Qwen3.
+      sliding_window: tokens that a query of a sliding layer sees, itself included. None: no layer is sliding.
+      sliding_layers: whether each layer is sliding; by default all of them are in a model with a `sliding_window`.
       max_positions: tokens of the longest sequence that the model accepts.
       bos_id: the token that begins a text. None: there is none.
       eos_ids: tokens each of which ends a generation.
@@ -83,6 +85,8 @@ class LlamaConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
     max_positions: int = 8192
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -97,6 +101,7 @@ class LlamaConfig:
         check_bool("qk_norm", self.qk_norm)
         if self.qkv_bias and self.qk_norm:
             raise ValueError("qkv_bias and qk_norm can't both be true: no supported architecture has both")
+        self._check_sliding()
         check_token_ids("eos_ids", self.eos_ids, self.vocab_size)
         if self.bos_id is not None:
             check_integer("bos_id", self.bos_id, 0, self.vocab_size - 1)
@@ -108,6 +113,25 @@ class LlamaConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+
+    def _check_sliding(self) -> None:
+        """Check the sliding layers, and fill in those of a model with a window that names none."""
+        if not isinstance(self.sliding_layers, tuple):
+            raise TypeError(f"sliding_layers must be a tuple, got {shown(self.sliding_layers)}")
+        for is_sliding in self.sliding_layers:
+            check_bool("sliding_layers", is_sliding)
+        if self.sliding_window is None:
+            if any(self.sliding_layers):
+                raise ValueError("sliding_layers has sliding layers, which need a sliding_window")
+            object.__setattr__(self, "sliding_layers", ())
+            return
+        check_integer("sliding_window", self.sliding_window, 1, MAX_INT32)
+        if not self.sliding_layers:
+            object.__setattr__(self, "sliding_layers", (True,) * self.num_layers)
+        elif len(self.sliding_layers) != self.num_layers:
+            raise ValueError(f"sliding_layers is of {len(self.sliding_layers)} layers, num_layers {self.num_layers}")
+        elif not any(self.sliding_layers):
+            raise ValueError("sliding_layers has no sliding layer: sliding_window must be None then")
 
     @staticmethod
     def from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> LlamaConfig:
