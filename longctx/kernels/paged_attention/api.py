@@ -67,7 +67,8 @@ def paged_attention(
     Args:
       q: queries `[T, N, H]`, floating point.
       k_pages, v_pages: `[pages, page_size, K, H]` and `[pages, page_size, K, Hv]`, N a multiple of K, in the dtype of
-        q, or uint16: the bits of a 16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold anything, including NaN.
+        q, or uint16: the bits of a 16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold
+        anything, including NaN.
       page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
         use that is outside the pool is an error under `jax.experimental.checkify` if no `plan` is given (a check is an
         effect, which JAX dispatches slowly and `jax.export` refuses); otherwise some other page is read.
@@ -85,9 +86,9 @@ def paged_attention(
       window: as for `attention`.
       sinks, logits_soft_cap: as for `attention`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, and Hv; no soft cap; page sizes
-        of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"xla"` or `"reference"` (dense,
-        the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256 and Hv equal to it; no soft
+        cap; page sizes of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"xla"` or
+        `"reference"` (dense, the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.

@@ -37,7 +37,7 @@ class PagedOperands(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int, int]:
         """The shape `[T, N, Hv]` of results."""
-        return (*self.q.shape[:2], self.v_pages.shape[3])
+        return self.q.shape[0], self.q.shape[1], self.v_pages.shape[3]
 
     def first_seen(self, before: int | None) -> Array | None:
         """Return the first position, 0 or more, that each row sees `[T]`; None: all see those from 0 on.

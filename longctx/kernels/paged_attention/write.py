@@ -61,9 +61,9 @@ def write_pages(
     k, v = check_array("k", k), check_array("v", v)
     given = check_array("k_pages", k_pages).dtype
     k_pages, v_pages, *scales = check_pages(k_pages, v_pages, k_scale, v_scale, k.dtype, "k")
-    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if x.ndim != 3 or x.shape[1:] != pages.shape[2:] or x.shape[0] != k.shape[0]:
-            raise ValueError(f"{name} must have the shape [T, K, H], T of k, of pages {pages.shape}, got {x.shape}")
+    for name, x, pool in (("k", k, k_pages), ("v", v, v_pages)):
+        if x.ndim != 3 or x.shape[1:] != pool.shape[2:] or x.shape[0] != k.shape[0]:
+            raise ValueError(f"{name} must have the shape [T, K, H], T of k, of pages {pool.shape}, got {x.shape}")
         if x.dtype != k.dtype:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     page, offset = (
