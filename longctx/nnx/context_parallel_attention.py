@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
-from longctx.kernels.attention.operands import Implementation
+from longctx.kernels.attention.operands import Implementation, Window, check_soft_cap, check_window
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
@@ -48,7 +48,9 @@ class ContextParallelAttention(nnx.Module):
       rope: the rotary embedding, applied to queries and keys by their positions. None: none.
       use_bias: whether queries, keys and values have biases.
       qk_norm: whether each head's queries and keys get an RMS norm.
+      use_sinks: whether each head has a sink, a logit that takes part in the softmax, as in gpt-oss.
       causal: whether a token sees those up to its position only.
+      window, logits_soft_cap: as for `longctx.kernels.attention`.
       norm_eps: epsilon of `qk_norm`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh` when the module is called.
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
@@ -70,6 +72,7 @@ class ContextParallelAttention(nnx.Module):
       wo: `nnx.Param` `[N, H, D]`.
       bq, bk, bv: `nnx.Param` `[N or K, H]`, or None.
       q_norm, k_norm: `nnx.Param` `[H]`, or None.
+      sinks: `nnx.Param` `[N]`, 0 at first, or None.
       cache: `nnx.Cache` variables, once `init_cache` has made them.
 
     Raises:
@@ -105,7 +108,10 @@ class ContextParallelAttention(nnx.Module):
         rope: RopeConfig | None = None,
         use_bias: bool = False,
         qk_norm: bool = False,
+        use_sinks: bool = False,
         causal: bool = True,
+        window: Window | None = None,
+        logits_soft_cap: Real | None = None,
         norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
         method: Method = "auto",
@@ -137,6 +143,8 @@ class ContextParallelAttention(nnx.Module):
         check_floating("param_dtype", param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope, self.causal, self.norm_eps, self.dtype = rope, causal, norm_eps, dtype
+        check_window(window)
+        self.window, self.logits_soft_cap = window, check_soft_cap(logits_soft_cap)
         self.mesh, self.method, self.layout, self.implementation = mesh, method, layout, implementation
         self.axis_name, self.head_axis, self.batch_axis = axis_name, head_axis, batch_axis
 
@@ -156,6 +164,7 @@ class ContextParallelAttention(nnx.Module):
         self.bv = constant(use_bias, 0, num_kv_heads, head_dim)
         self.q_norm = constant(qk_norm, 1, head_dim)
         self.k_norm = constant(qk_norm, 1, head_dim)
+        self.sinks = constant(use_sinks, 0, num_heads)
         self.cache: nnx.Dict | None = nnx.data(None)
 
     def init_cache(self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32) -> None:
@@ -312,7 +321,9 @@ class ContextParallelAttention(nnx.Module):
 
     def _options(self) -> dict[str, Any]:
         names = ("mesh", "method", "axis_name", "head_axis", "batch_axis", "causal", "implementation")
-        return {name: getattr(self, name) for name in names}
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = {name: getattr(self, name) for name in (*names, "window", "logits_soft_cap")}
+        return options | {"sinks": sinks}
 
     def _axes(self, mesh: Mesh | AbstractMesh) -> MeshAxes:
         """The axes of the cache: its heads are sharded where there are enough of them."""

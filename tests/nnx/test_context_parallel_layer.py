@@ -31,7 +31,7 @@ def layer(mesh: Any, kv_heads: int = 2, **options: Any) -> ContextParallelAttent
     own = {"rope": RopeConfig(), "use_bias": True, "qk_norm": True, "norm_eps": 1e-6} | options
     made = ContextParallelAttention(WIDTH, HEADS, kv_heads, SIZE, mesh=mesh, rngs=nnx.Rngs(0), **own)
     rng = np.random.default_rng(1)
-    for name in ("bq", "bk", "bv", "q_norm", "k_norm"):
+    for name in ("bq", "bk", "bv", "q_norm", "k_norm", "sinks"):
         param = getattr(made, name)
         if param is not None:
             param[...] = jnp.asarray(rng.standard_normal(param.shape), jnp.float32)
@@ -64,6 +64,9 @@ def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, c
         q_segment_ids=segments,
         kv_segment_ids=segments,
         causal=causal,
+        window=layer.window,
+        sinks=None if layer.sinks is None else layer.sinks[...],
+        logits_soft_cap=layer.logits_soft_cap,
         implementation="reference",
     )
     return jnp.einsum("btnh,nhd->btd", out, layer.wo[...], precision="highest")
@@ -78,6 +81,7 @@ def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, c
         pytest.param(5, 1, {"method": "pass_q"}, marks=pytest.mark.slow),
         pytest.param(8, 2, {"method": "all_gather", "causal": False}, marks=pytest.mark.slow),
         pytest.param(8, 4, {"method": "kvp", "layout": "contiguous"}, marks=pytest.mark.slow),
+        (2, 2, {"window": 3, "use_sinks": True, "logits_soft_cap": 2.0}),
     ],
 )
 def test_equals_dense_attention(ranks: int, kv_heads: int, options: Any) -> None:
@@ -114,6 +118,7 @@ def decode(module: ContextParallelAttention, x: Array, segments: Any = None) -> 
     ("ranks", "options", "chunks"),
     [
         (3, {}, (7, 1, 1, 2)),
+        pytest.param(3, {"window": 4, "use_sinks": True}, (7, 1, 3), marks=pytest.mark.slow),
         pytest.param(1, {}, (11,), marks=pytest.mark.slow),
         pytest.param(2, {"method": "kvp"}, (1,) * 11, marks=pytest.mark.slow),
         pytest.param(5, {"method": "pass_q"}, (2, 9), marks=pytest.mark.slow),
