@@ -73,6 +73,9 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
     for stage, tensor, dtype in itertools.product((1, 2, 3, 4), (1, 2), (np.float32, jax.numpy.bfloat16)):
         mesh, size = make_mesh(stage, 1, tensor), np.dtype(dtype).itemsize
         assert weight_bytes(config, stage, tensor, size) == param_bytes(Llama(config), mesh, dtype)
+        if stage < 3:
+            bytes_of = functools.partial(param_bytes, Llama(config), make_mesh(stage, 2, tensor), dtype)
+            assert weight_bytes(config, stage, tensor, size, ffn_ranks=2) == bytes_of("all") < bytes_of("tensor")
         local = device_config(config, mesh)
         for kv_dtype in (None, "float8_e4m3fn"):
             of = kv_dtype or dtype

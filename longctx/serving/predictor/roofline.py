@@ -114,7 +114,7 @@ def roofline(
             latency, per_byte = _sum_over_ranks(topology, tensor, context)
             share = of_part / seconds_per_row
             # What the curve of rows has of all rows alike, but counts for a share of a replicated one alone.
-            alike = 2 * message / topology.hardware("tensor", element).collective_bandwidth if tensor > 1 else 0.0
+            alike = topology.hardware("tensor", element).collective(2 * message, count=0) if tensor > 1 else 0.0
             per_row = 2 * row_bytes * per_byte + (1 - share) * (alike + elements / layers)
             shared = SharedWeights(row_bytes, 2 * latency, per_row, share)
         exchange = ExchangeCost(layers, context, shape, hardware, shared)
@@ -141,13 +141,13 @@ def _sum_over_ranks(topology: Topology, tensor: int, context: int) -> tuple[floa
     tree, as in `all_reduce_over_hosts` of the simulation.
     """
     link, hardware = topology.link("context"), topology.hardware("context")
-    bandwidth, latency = hardware.collective_bandwidth or hardware.bandwidth, hardware.collective_latency or 0.0
+    per_byte = hardware.collective(1, count=0)
     if tensor == 1 or topology.link("tensor") == link:
         devices = tensor * context
         sent = 2 * ((devices - 1) / devices - (tensor - 1) / tensor)
-        return (latency if tensor == 1 else 0.0), sent / bandwidth
+        return (hardware.collective(0) if tensor == 1 else 0.0), sent * per_byte
     hop = link.latency if link.reduce_latency is None else link.reduce_latency
-    return 2 * math.ceil(math.log2(context)) * hop, 2 * (context - 1) / context / tensor / bandwidth
+    return 2 * math.ceil(math.log2(context)) * hop, 2 * (context - 1) / context / tensor * per_byte
 
 
 def element_bytes_of_row(model: LlamaConfig, tensor: int, dtype_bytes: float = 2) -> float:
