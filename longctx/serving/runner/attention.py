@@ -10,7 +10,9 @@ from jaxtyping import Int, Shaped
 
 from longctx.kernels import paged_attention, plan_paged_attention
 from longctx.kernels.paged_attention import PagedPlan
+from longctx.parallel.helix import merge_to_heads
 from longctx.parallel.kvp import merge_over_ranks
+from longctx.serving.runner.ffn_rows import FfnRows
 from longctx.serving.runner.gathered_keys import GatheredKeys, RowMetadata
 from longctx.serving.runner.key_ring import KeyRing
 from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
@@ -74,15 +76,18 @@ class PagedAttend:
         sharded, first_page = self.shape.sharded, layer * self.shape.num_pages
         pages = jnp.where(self.pages >= 0, self.pages + first_page, -1)
         new = NewKeys.of(cache, *_finite_values(k, v), pages, self.offsets)
-        outs = []
+        no_rows = q[:0]
+        out, replicated, local = no_rows, no_rows, no_rows
         # Rows of the other kinds come last: what reads the cache after all have written needs no copy of it.
         if self.sharded is None:
             cache = new.write(cache, new.kv, 0)
         else:
             out, cache = self.sharded(cache, self.tables, first_page, q[:sharded], new)
-            outs.append(out)
         if self.unsharded is not None:
-            outs.append(self.unsharded(cache, self.tables, first_page, q[sharded:]))
+            replicated, local = self.unsharded(cache, self.tables, first_page, q[sharded:])
+        if self.shape.shares_ffn:
+            return FfnRows.of(self.shape).heads(out, replicated, local), cache
+        outs = [rows for rows in (out, replicated, local) if rows.shape[0]]
         return (outs[0] if len(outs) == 1 else jnp.concatenate(outs)), cache
 
 
@@ -119,13 +124,19 @@ class _UnshardedRows:
         plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype, max_rows_per_sequence=most)
         return cls(inputs.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
 
-    def __call__(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> Array:
+    def __call__(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> tuple[Array, Array]:
+        """The results of replicated and of local rows; of the former this rank's heads, if ranks share what follows."""
         replicated = self.shape.replicated
         # Partial states stay float32 until they are merged.
         dtype = jnp.float32 if replicated else None
         arguments = (*tables, *self.metadata, first_page)
         out, lse = paged_attention(q, cache.k, cache.v, *arguments, plan=self.plan, out_dtype=dtype, **cache.scales)
+        local = out[replicated:].astype(q.dtype)
         if self.groups is None:
-            return out
-        merged, _ = merge_over_ranks(out[:replicated], lse[:replicated], self.groups, out_dtype=q.dtype)
-        return jnp.concatenate([merged, out[replicated:].astype(q.dtype)])
+            return out[:replicated], local
+        state = out[:replicated], lse[:replicated]
+        if self.shape.shares_ffn:
+            merged, _ = merge_to_heads(*state)
+        else:
+            merged, _ = merge_over_ranks(*state, self.groups, out_dtype=q.dtype)
+        return merged.astype(q.dtype), local
