@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from longctx.models import Llama
-from longctx.models.llama import Rope
 from longctx.models.params import Params
+from longctx.models.rope import Rope
 from longctx.models.sharded_params import layer_specs, sharded_specs
 from longctx.parallel.mesh import named_sharding, shard_map
 from longctx.parallel.tensor import psum

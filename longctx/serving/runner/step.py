@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from longctx.models import Llama
 from longctx.models.layer_runs import sliding_places
 from longctx.models.layer_stacks import of_one_stage
-from longctx.models.llama import Rope
 from longctx.models.params import Params
+from longctx.models.rope import Rope
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import index_of, named_sharding, shard_map
 from longctx.parallel.pipeline import enter_stage
@@ -159,7 +159,7 @@ def begin_step(
     inputs = RowInputs.views(rows[0, 0], shape)
     tables, window_table = _update_tables(state, inputs)
     tokens = jnp.where(inputs.tokens < 0, state.last_token[jnp.maximum(inputs.slots, 0)], inputs.tokens)
-    x = embed_tokens(embed, tokens)
+    x = model.scale_embeddings(embed_tokens(embed, tokens))
     if state.rows is not None:
         x = enter_stage(_read_rows(state.rows[0], shape, sections), x)
     local_heads = model.config.num_heads // mesh.shape["tensor"]
