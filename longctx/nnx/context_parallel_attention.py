@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.operands import Implementation, Window, check_soft_cap, check_window
-from longctx.models.llama import project, project_together, rms_norm
+from longctx.models.llama import rms_norm
+from longctx.models.projections import project, project_together
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
