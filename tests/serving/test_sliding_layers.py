@@ -48,8 +48,9 @@ class Host:
         mesh, params = make_mesh(*sizes), params_of(config)
         if apart:
             params = shard_params(params, config, mesh, apart=True)
-        sizes_of_runner = pages, PAGE, 2, pages, rows, None, self.num_window_pages
-        self.runner = ModelRunner(Llama(config), params, mesh, *sizes_of_runner)
+        sizes_of_runner = pages, PAGE, 2, pages, rows
+        window_pages = {"num_window_pages": self.num_window_pages}
+        self.runner = ModelRunner(Llama(config), params, mesh, *sizes_of_runner, **window_pages)
 
     def run(self) -> np.ndarray:
         starts = [*range(0, LENGTH, CHUNK)]
