@@ -44,6 +44,13 @@ def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
         ((Q, K, K), {}, ValueError, "q_positions must be given when causal: a rank can't tell"),
         ((Q, K, K, TOKENS), {}, ValueError, "kv_positions must be given when causal"),
         ((Q, K, K, TOKENS, jnp.arange(6)), {}, ValueError, r"kv_positions must have the shape \(4,\)"),
+        (
+            (Q, K, K),
+            {"causal": False, "q_first": TOKENS},
+            ValueError,
+            "kv_positions must be given with q_first and q_l",
+        ),
+        ((Q, K, K, TOKENS, TOKENS), {"q_last": jnp.arange(7)}, ValueError, "q_last must have the shape"),
         ((Q, K, K[:6], TOKENS, TOKENS), {}, ValueError, "k and v must have one shape"),
         ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None, one of"),
         ((Q, K, K, TOKENS, TOKENS), {"scale": float("nan")}, ValueError, "scale must be a finite number"),

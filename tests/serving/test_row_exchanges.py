@@ -61,9 +61,8 @@ class Case(NamedTuple):
 
     def shape(self, exchange: str, message: int, rounds: int) -> Shape:
         others, window_pages = (8, 0) if self.replicates else (0, 8), 0 if self.slides is None else WINDOW_PAGES
-        return Shape.of(
-            (12, *others), SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds, num_window_pages=window_pages
-        )
+        sizes = SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds
+        return Shape.of((12, *others), *sizes, num_window_pages=window_pages)
 
 
 def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = False) -> None:

@@ -49,8 +49,8 @@ class Host:
         if apart:
             params = shard_params(params, config, mesh, apart=True)
         sizes_of_runner = pages, PAGE, 2, pages, rows
-        windows = self.num_window_pages
-        self.runner = ModelRunner(Llama(config), params, mesh, *sizes_of_runner, num_window_pages=windows)
+        window_pages = {"num_window_pages": self.num_window_pages}
+        self.runner = ModelRunner(Llama(config), params, mesh, *sizes_of_runner, **window_pages)
 
     def run(self) -> np.ndarray:
         starts = [*range(0, LENGTH, CHUNK)]

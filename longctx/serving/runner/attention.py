@@ -12,6 +12,7 @@ from jaxtyping import Int, Shaped
 from longctx.kernels import paged_attention, plan_paged_attention
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.paged_attention import PagedPlan
+from longctx.kernels.partitioning import match_varying
 from longctx.parallel.exchange import part_of_rank
 from longctx.parallel.helix import merge_to_heads
 from longctx.parallel.kvp import merge_over_ranks
@@ -118,7 +119,7 @@ class PagedAttend:
             replicated, local = rows.unsharded(cache, rows.tables, first_page, q[sharded:], sinks)
         if self.shape.shares_ffn:
             return FfnRows.of(self.shape).heads(out, replicated, local), cache
-        outs = [rows for rows in (out, replicated, local) if rows.shape[0]]
+        outs = [part for part in (out, replicated, local) if part.shape[0]]
         return (outs[0] if len(outs) == 1 else jnp.concatenate(outs)), cache
 
     @property
@@ -231,13 +232,11 @@ class _UnshardedRows:
         dtype = jnp.float32 if replicated or sinks is not None else None
         options: Any = self.metadata._asdict() | cache.scales | {"plan": self.plan, "out_dtype": dtype}
         out, lse = paged_attention(q, cache.k, cache.v, *tables, first_page=first_page, **options)
-        local = with_sinks((out[replicated:], lse[replicated:]), sinks)[0].astype(q.dtype)
-        if self.groups is None:
-            return out[:replicated], local
+        local, _ = with_sinks((out[replicated:], lse[replicated:]), sinks)
         state = out[:replicated], lse[:replicated]
-        if self.shape.shares_ffn:
-            merged = merge_to_heads(*state)
-            sinks = None if sinks is None else part_of_rank(sinks, "context", 0)
-        else:
-            merged = merge_over_ranks(*state, self.groups, out_dtype=q.dtype if sinks is None else None)
-        return with_sinks(merged, sinks)[0].astype(q.dtype), local
+        if self.groups is not None and self.shape.shares_ffn:
+            state = merge_to_heads(*state)
+            sinks = None if sinks is None else part_of_rank(match_varying(sinks, "context"), "context", 0)
+        elif self.groups is not None:
+            state = merge_over_ranks(*state, self.groups, out_dtype=q.dtype if sinks is None else None)
+        return with_sinks(state, sinks)[0].astype(q.dtype), local.astype(q.dtype)

@@ -158,7 +158,8 @@ def _step_layer(
         x, rope, attend = _squeeze(shared)
         sliding = sliding_of_stage(model, mesh)
         kind: Any = {} if sliding is None else {"is_sliding": sliding[index]}
-        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives_of(attend.shape), **kind)
+        collectives = collectives_of(attend.shape)
+        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives, **kind)
         return x[None], cache
 
     cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"], cache.is_fp8).cache
