@@ -104,18 +104,18 @@ def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = F
 
     chunks = []
     for slot, (start, count) in enumerate(zip(case.cached, case.new, strict=True)):
+        windows = [window_pages[divmod(page, PAGES)] for page in pages[slot]]
         sequence: Any = SimpleNamespace(
-            pages=pages[slot], completion=SimpleNamespace(tokens=np.arange(lengths[slot]) + 100 * slot)
+            pages=pages[slot],
+            window_pages=[page // PAGES * WINDOW_PAGES + own for page, own in zip(pages[slot], windows, strict=True)],
+            completion=SimpleNamespace(tokens=np.arange(lengths[slot]) + 100 * slot),
         )
         on = tuple(range(ranks)) if slot or case.replicates else (0,)
         chunks.append(Chunk(sequence, slot, start, count, True, False, on, sharded=slot > 0))
-    layout = RowLayout(Batch(case.seed, chunks), ranks, PAGES, PAGE)
+    layout = RowLayout(Batch(case.seed, chunks), ranks, PAGES, PAGE, shape.num_window_pages)
     packed = layout.pack_rows(shape)
     inputs = RowInputs.views(packed, shape)
     inputs.message_rounds[:] = rounds
-    if case.slides is not None:
-        kept = np.take_along_axis(window_pages, np.maximum(inputs.pages, 0), 1)
-        inputs.window_pages[:] = np.where(inputs.pages < 0, -1, kept)
     token_of = {
         (r, i): (slot, at)
         for r in range(ranks)
