@@ -24,7 +24,8 @@ from longctx.kernels.merge import merge_states
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.adapter import load, load_rows, product, store, store_rows
-from longctx.kernels.triton.online_softmax import LOG2E, OnlineSoftmax
+from longctx.kernels.triton.online_softmax import OnlineSoftmax
+from longctx.kernels.triton.scores import ScoreConfig
 from longctx.kernels.triton.tile_config import TileConfig, pieces_of
 
 # Programs for each multiprocessor, from which on tiles are not divided.
@@ -69,26 +70,6 @@ class TritonPlan(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreConfig:
-    """Scores as the kernel computes them: `factor` times them is their logarithm to base 2."""
-
-    scale: float  # what products are multiplied by before they are scores
-    factor: float
-    soft_cap: float | None
-
-    @classmethod
-    def of(cls, rule: AttentionRule) -> "ScoreConfig":
-        # Products themselves are scores where nothing but a positive factor makes them such.
-        if rule.soft_cap is None and 1e-6 < rule.scale < 1e6:
-            return cls(1.0, rule.scale * LOG2E, None)
-        return cls(rule.scale, LOG2E, rule.soft_cap)
-
-    def scores(self, products: Array) -> Array:
-        scaled = products if self.scale == 1.0 else products * self.scale
-        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled * (1 / self.soft_cap))
-
-
-@dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Static arguments of the kernel."""
 
@@ -128,7 +109,7 @@ def triton_attention(
     config = ForwardConfig(
         tiles=tiles,
         rows=rows,
-        scores=ScoreConfig.of(rule),
+        scores=ScoreConfig(rule.scale, rule.soft_cap),
         group=group,
         lengths=(length, kv_length),
         sizes=(head_size, v.shape[-1]),
@@ -201,7 +182,7 @@ def _num_splits(programs: int, num_blocks: int) -> int:
 def _attention_forward(
     config: ForwardConfig, q: Array, k: Array, v: Array, plan: TritonPlan, out_dtype: DTypeLike
 ) -> list[Array]:
-    """out `[splits, B, T, N, Hv]` and lse `[splits, B, T, N]`."""
+    """Return out `[splits, B, T, N, Hv]` and lse `[splits, B, T, N]`."""
     batch, length, heads, _ = q.shape
     kv_heads = k.shape[-2]
     tokens = [x for x in plan.seen if x is not None]
@@ -277,11 +258,11 @@ def _forward_kernel(config: ForwardConfig, has_first: bool, has_last: bool, *ref
         if masked:
             scores = jnp.where(visible_keys(seen, visible, entry, key), scores, -jnp.inf)
         v = load_rows(v_ref, *config.halves[1], kv_entry, pieces=value_pieces, **at)
-        return softmax.absorb(scores, v, config.scores.factor)
+        return softmax.absorb(scores, v, config.scores)
 
     found = BlockRange(*(load(ranges, entry_of(ranges, entry), tile, i) for i in range(4)))
     softmax = sweep(share_of(found, split, config.splits), step, OnlineSoftmax.empty(block_q, value_pieces))
-    outs, lse = softmax.state(config.scores.factor)
+    outs, lse = softmax.state(config.scores)
     own = None if rows.own is None else rows.own[:, None]
     at = {"rows": rows.token[:, None], "head": rows.head[:, None], "mask": own}
     store_rows(out_ref, split, entry, pieces=value_pieces, values=outs, **at)
