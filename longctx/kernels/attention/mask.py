@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 class BlockRange(NamedTuple):
-    """The key blocks that a block of queries needs, or the other way round: four int32 scalars.
+    """The key blocks that a block of queries needs: four int32 scalars.
 
     Blocks `[start, stop)` hold every key that some query sees. Of the blocks `[full_start, full_stop)` among them every
     query sees every key, so they need no mask.
@@ -128,32 +128,17 @@ def block_range(queries: VisibleBlocks, keys: Blocks, num_whole: int) -> BlockRa
 
     Correct for tokens in any order, and tight for tokens sorted by (segment, position), as those of a shard are.
     """
-    seen, full = _relate(queries, keys)
-    # A last block that was moved back overlaps the one before it. Those keys are masked, so it is never full.
-    return _range(seen, full & (jnp.arange(len(full), dtype=jnp.int32) < num_whole))
-
-
-def query_range(queries: VisibleBlocks, keys: Blocks) -> BlockRange:
-    """The range of blocks of queries `[blocks]`, all whole, that see one block of keys (scalars)."""
-    return _range(*_relate(queries, keys))
-
-
-def _relate(queries: VisibleBlocks, keys: Blocks) -> tuple[Array, Array]:
-    """Whether some query of a block sees a key of a block, and whether all see all; too often and too seldom."""
+    num_blocks = keys.first_segment.shape[0]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
     seen = (queries.first_segment <= keys.last_segment) & (queries.last_segment >= keys.first_segment)
-    full = (queries.first_segment == keys.first_segment) & queries.uniform & keys.uniform
+    # A last block that was moved back overlaps the one before it. Those keys are masked, so it is never full.
+    full = (queries.first_segment == keys.first_segment) & queries.uniform & keys.uniform & (block < num_whole)
     if queries.last_some is not None and queries.last_all is not None:
         seen &= keys.first_position <= queries.last_some
         full &= keys.last_position <= queries.last_all
     if queries.first_some is not None and queries.first_all is not None:
         seen &= keys.last_position >= queries.first_some
         full &= keys.first_position >= queries.first_all
-    return seen, full
-
-
-def _range(seen: Array, full: Array) -> BlockRange:
-    num_blocks = len(seen)
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
     stop = jnp.max(jnp.where(seen, block + 1, 0))
     start = jnp.minimum(jnp.min(jnp.where(seen, block, num_blocks)), stop)
     full_start = jnp.minimum(jnp.min(jnp.where(full, block, num_blocks)), stop)
