@@ -44,11 +44,13 @@ class Case(NamedTuple):
     rule: str = "causal"  # of RULES
 
 
-# Static arguments, of which each compiles.
+# Static arguments, of which each compiles. Those of a "first" draw `q_first` too, which is data.
 RULES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 21},
     "soft cap": {"window": (70, 3), "logits_soft_cap": 1.5},
+    "first": {},
+    "first and window": {"window": 45},
 }
 
 
@@ -76,7 +78,14 @@ def cases(draw: st.DrawFn, shapes: Sequence[Shape] = SHAPES, rules: Sequence[str
         order = rng.permutation(shape.rows)
         q_sequence, q_positions = q_sequence[order], q_positions[order]
     case = make_case(shape, rng, kv_lengths, q_sequence, q_positions)
-    return case._replace(rule=draw(st.sampled_from(rules)))
+    rule = draw(st.sampled_from(rules))
+    if rule.startswith("first"):
+        kind = draw(st.sampled_from(["window", "chunks", "any"]))
+        limits = np.iinfo(np.int32)
+        any_first = rng.choice([limits.min, limits.max, *rng.integers(0, longest + 1, 5)], shape.rows)
+        first = {"window": q_positions - 20, "chunks": q_positions // 13 * 13, "any": any_first}[kind]
+        case.metadata["q_first"] = first
+    return case._replace(rule=rule)
 
 
 def make_case(
@@ -125,9 +134,9 @@ def run(
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     call: Any = compiled
     if not jit:
-        tables = [x for name, x in metadata.items() if name != "first_page"]
-        window = RULES[case.rule].get("window")
-        plan = planned(q.shape[1], k_pages, *tables, window=window, implementation=implementation, q_dtype=q.dtype)
+        of_plan = {name: x for name, x in metadata.items() if name != "first_page"}
+        of_plan |= {"window": RULES[case.rule].get("window"), "implementation": implementation, "q_dtype": q.dtype}
+        plan = planned(q.shape[1], k_pages, **of_plan)
         call = functools.partial(paged_attention, plan=plan)
     out, lse = call(
         q,
@@ -147,7 +156,7 @@ def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple
     num_pages = case.k_pages.shape[0]
     pages = np.minimum(table + case.metadata["first_page"], num_pages - 1)
     keys, values = (np.nan_to_num(x[pages].reshape(len(table), -1, *x.shape[2:])) for x in (case.k_pages, case.v_pages))
-    batch, rows = len(table), len(case.q)
+    batch, rows, first = len(table), len(case.q), case.metadata.get("q_first")
     sequences = np.arange(batch)[:, None]
     segments = np.where(np.arange(keys.shape[1])[None] < lengths[:, None], sequences, -1)
     out, lse = attention(
@@ -156,6 +165,7 @@ def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple
         kv_positions=np.broadcast_to(np.arange(keys.shape[1]), keys.shape[:2]),
         q_segment_ids=np.where(case.metadata["q_sequence"] == sequences, sequences, -1),
         kv_segment_ids=segments,
+        **({"q_first": np.broadcast_to(first, (batch, rows))} if first is not None else {}),
         **RULES[case.rule],
         implementation=implementation,
     )

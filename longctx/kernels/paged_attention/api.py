@@ -46,6 +46,7 @@ def paged_attention(
     q_sequence: Int[ArrayLike, "T"] | Nested,
     first_page: ArrayLike = 0,
     *,
+    q_first: Int[ArrayLike, "T"] | Nested | None = None,
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
     logits_soft_cap: Real | None = None,
@@ -58,10 +59,10 @@ def paged_attention(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
-    Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]`, within the `window`, and
-    below that sequence's `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order;
-    consecutive rows of one sequence save work. The work follows the lengths, not M, B or padding. As `attention`, it
-    compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
+    Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]`, from `q_first[t]` on,
+    within the `window`, and below that sequence's `kv_lengths`, if their pages are in its row of the page table.
+    Rows may come in any order; consecutive rows of one sequence save work. The work follows the lengths, not M, B or
+    padding. As `attention`, it compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
 
     Args:
       q: queries `[T, N, H]`, floating point.
@@ -79,7 +80,9 @@ def paged_attention(
       q_sequence: `[T]` integers, below B; negative is padding.
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: a slice of the pool would be a copy.
-      window: as for `attention`; the pages before it are not read.
+      q_first: `[T]` integers, the first position that each row sees: a window that is data, as where the layers of
+        one loop differ. None: no limit. Pages before it are not read, as are those before the window.
+      window: as for `attention`.
       sinks, logits_soft_cap: as for `attention`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; no soft cap; page sizes
@@ -121,7 +124,18 @@ def paged_attention(
       True
     """
     operands = check_paged_operands(
-        q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        page_index,
+        kv_lengths,
+        q_positions,
+        q_sequence,
+        first_page,
+        k_scale,
+        v_scale,
+        q_first,
     )
     names = check_implementation(implementation, IMPLEMENTATIONS)
     cap = check_soft_cap(logits_soft_cap)
@@ -141,6 +155,9 @@ def paged_attention(
         raise ValueError(
             f"plan must be for a window of {rule.window[0]} tokens before a row, got one for {plan.window}"
         )
+    elif plan.has_q_first != (operands.q_first is not None):
+        of_plan = "has one" if plan.has_q_first else "has none"
+        raise ValueError(f"q_first must be given both with a plan and to plan_paged_attention: the plan {of_plan}")
     elif plan.is_fp8 != (operands.k_scale is not None):
         of_plan = "FP8 pages" if plan.is_fp8 else "pages that are not FP8"
         raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")

@@ -32,6 +32,18 @@ class PagedOperands(NamedTuple):
     first_page: Array  # []
     k_scale: Array | None = None
     v_scale: Array | None = None
+    q_first: Array | None = None  # [T]
+
+    def first_seen(self, before: int | None) -> Array | None:
+        """Return the first position, 0 or more, that each row sees `[T]`; None: all see those from 0 on.
+
+        A row sees no key more than `before` tokens before it; None: any.
+        """
+        first = None if self.q_first is None else jnp.maximum(self.q_first, 0)
+        if before is None:
+            return first
+        of_window = jnp.maximum(jnp.maximum(self.q_positions, 0) - before, 0)
+        return of_window if first is None else jnp.maximum(of_window, first)
 
 
 def check_paged_operands(
@@ -46,6 +58,7 @@ def check_paged_operands(
     first_page: ArrayLike,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    q_first: ArrayLike | Nested | None = None,
 ) -> PagedOperands:
     """Check all arguments of `paged_attention`. Metadata of NumPy stay NumPy's.
 
@@ -62,8 +75,13 @@ def check_paged_operands(
     if heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k_pages' heads: {q.shape} and {k_pages.shape}")
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
-    scales = k_scale, v_scale
-    return PagedOperands(q, k_pages, v_pages, *metadata, check_int32_of("first_page", first_page, ()), *scales)
+    first, scales = check_int32_of("first_page", first_page, ()), (k_scale, v_scale)
+    return PagedOperands(q, k_pages, v_pages, *metadata, first, *scales, check_q_first(q_first, q.shape[0]))
+
+
+def check_q_first(q_first: ArrayLike | Nested | None, num_rows: int) -> Any:
+    """Check the first positions that rows see, and convert them to int32."""
+    return None if q_first is None else check_int32_of("q_first", q_first, (num_rows,))
 
 
 def check_metadata(

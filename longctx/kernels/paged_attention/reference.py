@@ -17,8 +17,9 @@ def reference_paged_attention(operands: PagedOperands, rule: AttentionRule, plan
     own = rearrange(operands.q_sequence, "t -> t 1 1 1") == rearrange(sequences, "b -> 1 b 1 1")
     distance = rearrange(operands.q_positions, "t -> t 1 1 1") - positions[None]
     seen = own & written[None] & (distance >= 0)
-    if rule.window[0] is not None:
-        seen &= distance <= rule.window[0]
+    first = operands.first_seen(rule.window[0])
+    if first is not None:
+        seen &= positions[None] >= rearrange(first, "t -> t 1 1 1")
     k, v = (
         gather_slots(operands, pages, scale, written, dtype)
         for pages, scale in ((operands.k_pages, operands.k_scale), (operands.v_pages, operands.v_scale))

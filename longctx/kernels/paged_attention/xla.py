@@ -69,7 +69,7 @@ def _compute_tiles(
     """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
-    operand = operand_dtype(q.dtype)
+    operand, first_seen = operand_dtype(q.dtype), operands.first_seen(rule.window[0])
     # With few rows the products of single KV heads are too small to be fast, so one product serves all of them.
     heads = kv_heads if size * kv_heads * group <= _FEW_ROWS else 1
     per_block = min(pages_per_block(page_size, size * heads * group), num_entries)
@@ -103,9 +103,8 @@ def _compute_tiles(
             key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
             written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
             seen = (key[None] <= last_seen[:, None]) & written[None]
-            if rule.window[0] is not None:
-                # A row sees no key before position 0, so nothing is lost where the difference would overflow.
-                seen &= key[None] >= (jnp.maximum(positions, 0) - rule.window[0])[:, None]
+            if first_seen is not None:
+                seen &= key[None] >= lax.dynamic_slice(first_seen, (start,), (size,))[:, None]
             # A slot never written may hold NaN, which a weight of 0 would not remove.
             v_block = jnp.where(written[:, None], v_block, 0)
             return softmax.absorb(jnp.where(jnp.repeat(seen, heads * group, axis=0), scores, -jnp.inf), v_block)

@@ -154,12 +154,12 @@ class GatheredKeys:
         assert own is not None
         assert cached is not None
         kernel = check_kernel(q, True, None, None)
-        own_rows, queries = q[None], Tokens(*(x[None] for x in self.queries))
+        own_rows, queries = jax.tree.map(lambda x: x[None], (q, self.queries))
 
         def attend_to_block(state: State, block: Any) -> tuple[State, None]:
             rows, labels = block
             kv = as_floats(rows, q.dtype)
-            keys = Tokens(*(x[None] for x in labels.tokens(self.shape.page_size)))
+            keys = jax.tree.map(lambda x: x[None], labels.tokens(self.shape.page_size))
             return kernel.forward(match_varying(Operands(own_rows, kv, kv, queries, keys)), state), None
 
         def attend_to_round(number: int | Array, carry: tuple[State, PagedCache]) -> tuple[State, PagedCache]:

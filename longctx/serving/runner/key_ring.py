@@ -71,10 +71,10 @@ class KeyRing:
             sources, places = jax.vmap(lambda old, new: _sort_block(old, new, num_slots))(first.segments, new.segments)
             source = sources[index_of("context")]
             padding = Tokens(*(jnp.full((ranks, 1), x, jnp.int32) for x in (0, -1)))
-            every = (jnp.concatenate(x, 1) for x in zip(first, new, padding, strict=True))
-            keys = Tokens(*(jnp.take_along_axis(x, sources, 1) for x in every))
+            every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), first, new, padding)
+            keys = jax.tree.map(lambda x: jnp.take_along_axis(x, sources, 1), every)
         queries = Tokens(inputs.positions[None, :rows], inputs.slots[None, :rows])
-        keys = Tokens(*(x[:, None] for x in keys))
+        keys = jax.tree.map(lambda x: x[:, None], keys)
         kv_heads, head_size = pool.shape[2:]
         kernel = check_kernel(jax.ShapeDtypeStruct((rows, num_heads, head_size), dtype), True, None, None)
         kernel = kernel.beside_hops(ranks)
@@ -141,7 +141,7 @@ class KeyRing:
             def keys_of(hop: int) -> Tokens:
                 source = ring_source("context", hop)
                 keys = CachedPages(*(x[source] for x in labels)).tokens(self.shape.page_size)
-                return Tokens(*(x[None] for x in keys))
+                return jax.tree.map(lambda x: x[None], keys)
 
             block = own.round(number, message).key_values(cache, first_page, q.dtype)
             # If the loop did not carry the cache, XLA would copy it, as it is written afterwards. Without the barrier
@@ -154,7 +154,7 @@ class KeyRing:
 def _keys_after(hop: int, keys: Tokens) -> Tokens:
     """Those of the block that is here after a hop, of all ranks' `[ranks, 1, length]`."""
     source = ring_source("context", hop)
-    return Tokens(*(x[source] for x in keys))
+    return jax.tree.map(lambda x: x[source], keys)
 
 
 def _sort_block(cached: Array, new: Array, num_slots: int) -> tuple[Array, Array]:
