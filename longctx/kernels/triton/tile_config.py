@@ -75,3 +75,12 @@ class TileConfig:
         block_q, block_kv, num_warps, num_stages = 128, 64, 4, 2
         block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
         return cls(block_q, block_kv, num_warps, num_stages)
+
+    @classmethod
+    def backward(
+        cls, head_size: int, value_size: int, dtype: DTypeLike, num_rows: int, from_keys: bool
+    ) -> "TileConfig":
+        """The configuration of the kernel of d_q, or from keys of that of d_k and d_v."""
+        block_q, block_kv, num_warps, num_stages = 64, 64, 8, 2
+        block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
+        return cls(block_q, block_kv, num_warps, num_stages)
