@@ -90,7 +90,7 @@ def triton_attention(
     queries: Tokens,
     keys: Tokens,
     rule: AttentionRule,
-    plan: TritonPlan | None = None,
+    plan: TritonPlan,
     state: tuple[Array, Array] | None = None,
     out_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Array]:
@@ -100,8 +100,6 @@ def triton_attention(
     """
     batch, length, heads, head_size = q.shape
     kv_length, kv_heads = k.shape[-3:-1]
-    if plan is None:
-        plan = plan_triton(q.shape, k.shape, q.dtype, queries, keys, rule)
     group = heads // kv_heads
     tiles = TileConfig.forward(head_size, v.shape[-1], q.dtype, length * group)
     rows = RowTiles.of(length, group, tiles.block_q)
@@ -162,7 +160,9 @@ def ranges_of(seen: Seen, block_q: int, block_kv: int, from_keys: bool = False) 
     kv_blocks = summarise(Tokens(seen.kv_positions, seen.kv_segments), block_kv)
     q_blocks, kv_blocks = _broadcast_batch((q_blocks, kv_blocks))
     num_whole = (q_blocks if from_keys else kv_blocks).uniform.shape[1]
-    per_block = jax.vmap(lambda queries, keys: block_range(queries, keys, num_whole), (None, 0) if from_keys else (0, None))
+    per_block = jax.vmap(
+        lambda queries, keys: block_range(queries, keys, num_whole), (None, 0) if from_keys else (0, None)
+    )
     return jnp.stack(jax.vmap(per_block)(q_blocks, kv_blocks), -1)
 
 

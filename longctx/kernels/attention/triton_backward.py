@@ -15,12 +15,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from longctx.kernels.attention.mask import BlockRange, Tokens, Visible
+from longctx.kernels.attention.mask import BlockRange, Tokens
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.attention.triton import (
     Rows,
@@ -182,7 +181,9 @@ def _kernel_of_keys(config: BackwardConfig, *refs: Any) -> None:
     v = load_rows(v_ref, *config.halves[1], kv_entry, pieces=value_pieces, **at_keys)
 
     def step(number: Array, sums: tuple[Any, Any], masked: bool) -> tuple[Any, Any]:
-        tile, part = (number, jnp.int32(0)) if parts == 1 else (op(number, jnp.int32(parts)) for op in (lax.div, lax.rem))
+        tile, part = (
+            (number, jnp.int32(0)) if parts == 1 else (op(number, jnp.int32(parts)) for op in (lax.div, lax.rem))
+        )
         rows = Rows.of(config.rows, config.tiles.block_q, config.group, length, tile, kv_head, part)
         at = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None], "mask": None}
         q, d_out = (load_rows(x, entry, pieces=y, **at) for x, y in ((q_ref, key_pieces), (d_out_ref, value_pieces)))

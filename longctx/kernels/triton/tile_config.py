@@ -9,6 +9,8 @@ from jax.typing import DTypeLike
 
 # The smallest side of a tile that tensor cores multiply.
 SMALLEST = 16
+# Head sizes of keys and of values, the largest of multi-head latent attention.
+LARGEST_HEAD = (576, 512)
 
 
 class Piece(NamedTuple):
