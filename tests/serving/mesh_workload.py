@@ -38,7 +38,7 @@ def oracle_of(layers: int, tensor: int, kv_dtype: str | None = None) -> Oracle:
 def make_mesh_engine(plan: ParallelPlan, layers: int | None = None, **options: object) -> Engine:
     """An engine of a model with so many layers, by default one for each stage."""
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
-    oracle = oracle_of(layers or plan.stage, plan.tensor, options.get("kv_dtype"))  # type: ignore[arg-type]
+    oracle = oracle_of(layers or plan.stage, plan.tensor * plan.ffn_ranks, options.get("kv_dtype"))  # type: ignore[arg-type]
     return make_engine(None, oracle, plan, **(shapes | options))
 
 
@@ -70,7 +70,7 @@ class ChunkRecorder:
 def run_workload(engine: Engine, seed: int, events: int, layers: int | None = None) -> None:
     """Run a workload, and check its tokens; those of FP8 pages need only be near the expected ones."""
     plan, kv_dtype = engine.plan, engine.config.kv_dtype
-    oracle = oracle_of(layers or plan.stage, plan.tensor, kv_dtype)
+    oracle = oracle_of(layers or plan.stage, plan.tensor * plan.ffn_ranks, kv_dtype)
     Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None, oracle.prime).run(events)
 
 
@@ -80,11 +80,12 @@ def check_tokens(
     seed: int = 0,
     events: int = 150,
     layers: int | None = None,
+    ffn: str = "tensor",
     **options: object,
 ) -> None:
     """Run a workload by a plan, and check its tokens, and that it had the kinds of rows that the plan is for."""
     placement, exchange = strategy
-    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
+    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16, ffn=ffn)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan, layers, **options)
     recorded = ChunkRecorder(engine)
     run_workload(engine, seed, events, layers)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from longctx.models import Llama
 from longctx.models.footprint import cache_bytes
+from longctx.models.params import Ffn
 from longctx.models.sharded_params import abstract_sharded_params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.executor import read_bytes
@@ -30,6 +31,7 @@ def estimate(
     num_pages: int,
     max_length: int,
     is_loaded: bool = False,
+    ffn: Ffn = "tensor",
 ) -> MemoryUse:
     """Estimate what an engine takes of memory: its pages exactly, its steps roughly.
 
@@ -40,9 +42,10 @@ def estimate(
       num_pages: of each context rank.
       max_length: tokens of the longest sequence.
       is_loaded: whether the parameters are loaded already.
+      ffn: of the plan.
     """
-    weights, page = param_bytes(model, mesh, dtype), page_bytes(model, config, mesh, dtype)
-    slots, temporaries = _slot_bytes(model, config, mesh, dtype, max_length), _temporary_bytes(model, config, mesh)
+    weights, page = param_bytes(model, mesh, dtype, ffn), page_bytes(model, config, mesh, dtype)
+    slots, temporaries = _slot_bytes(model, config, mesh, dtype, max_length), _temporary_bytes(model, config, mesh, ffn)
     memory = DeviceMemory.of(mesh.local_devices)
     if memory is None:
         limit, count = available_bytes() or _UNKNOWN, len(mesh.local_devices)
@@ -67,7 +70,9 @@ def estimate(
     )
 
 
-def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
+def default_pages(
+    model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int, ffn: Ffn = "tensor"
+) -> int:
     """Pages on each context rank: as many as all that may run could ever need, if there is room by estimation.
 
     There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else,
@@ -79,7 +84,7 @@ def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLi
         if not fit:
             raise ValueError(f"num_pages: there is no room for a page of {page:,} bytes in 1 GiB")
     else:
-        use = estimate(model, config, mesh, dtype, 0, max_length)
+        use = estimate(model, config, mesh, dtype, 0, max_length, ffn=ffn)
         fit = use.num_fitting
         if not fit:
             use.check(needed=use.page)
@@ -116,11 +121,12 @@ def _transfer_bytes(config: EngineConfig, mesh: Mesh, page: int) -> int:
     return read_bytes(config, mesh.shape["context"], page) + PLACED_BYTES + 2 * MAX_BUCKET_BYTES
 
 
-def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh) -> int:
+def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh, ffn: Ffn) -> int:
     """Bytes of a step's temporaries, roughly: activations of a layer, or all logits as they are sorted."""
     local, tensor = model.config, mesh.shape["tensor"]
     wide = 3 * local.intermediate_size // tensor + 3 * local.num_heads * local.head_dim // tensor
-    activations = 4 * config.token_budget * (4 * local.hidden_size + wide)
+    gathered = 2 * mesh.shape["context"] if ffn == "all" else 0  # the feed-forward's inputs and products, of all ranks
+    activations = 4 * config.token_budget * ((4 + gathered) * local.hidden_size + wide)
     return max(activations, 32 * config.max_running * local.vocab_size)
 
 
@@ -134,9 +140,9 @@ def _slot_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike
     return config.max_running * slot + (rows * row if stages > 1 else 0)
 
 
-def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike, ffn: Ffn = "tensor") -> int:
     """Bytes of the parameters that each device has."""
-    params = abstract_sharded_params(model.config, mesh, dtype)
+    params = abstract_sharded_params(model.config, mesh, dtype, ffn=ffn)
     if model.config.tie_embeddings and mesh.shape["stage"] * mesh.shape["tensor"] == 1:
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
     leaves = jax.tree.leaves(params)

@@ -137,4 +137,4 @@ class StepShapes:
 
     def _shape(self, rows: Rows, exchange: str = "pass_q", message: Message = NOTHING_CACHED) -> Shape:
         sizes = (self._config.max_running, self._config.page_size, self._num_pages, self._num_top, self._plan.context)
-        return Shape.of(rows, *sizes, exchange, *message)
+        return Shape.of(rows, *sizes, exchange, *message, self._plan.ffn)
