@@ -76,12 +76,12 @@ def check_memory(
     max_length = config.longest_sequence(model.config.max_positions)
     num_pages = config.num_pages
     if num_pages is None:
-        estimate(model, config, mesh, dtype, 1, max_length, ffn=plan.ffn).check(advice=advice)
-        num_pages = default_pages(model, config, mesh, dtype, max_length, plan.ffn)
+        estimate(model, config, mesh, dtype, 1, max_length, plan=plan).check(advice=advice)
+        num_pages = default_pages(model, config, mesh, dtype, max_length, plan)
     if num_pages * plan.context < least_pages:
         got = num_pages * plan.context
         raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
-    use = estimate(model, config, mesh, dtype, num_pages, max_length, ffn=plan.ffn)
+    use = estimate(model, config, mesh, dtype, num_pages, max_length, plan=plan)
     use.check(advice=advice)
     about = "" if config.num_pages or mesh.local_devices[0].platform == "cpu" else " by estimation"
     console.note(f"memory   {in_units(use.total)} of {in_units(use.device.limit)}{about}: {use.summary}")

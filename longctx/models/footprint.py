@@ -6,7 +6,7 @@ import math
 from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
-from longctx.models.layer_runs import Stacking, layer_runs, layers_per_stage
+from longctx.models.layer_runs import Stacking, layer_runs, sliding_places
 from longctx.models.validation import check_kv_dtype
 
 KV_SCALE_BYTES = 4
@@ -72,9 +72,11 @@ def cache_bytes(
 ) -> int:
     """Compute the bytes of keys and values on each of `stage * tensor` devices, with the layers of the largest stage.
 
+    Layers with a sliding window keep those of the last `sliding_window` tokens.
+
     Args:
       config: sizes of the model.
-      tokens: tokens whose keys and values are kept.
+      tokens: tokens of one sequence, whose keys and values are kept.
       stage, tensor: as for `weight_bytes`.
       dtype_bytes: bytes of a number of the cache, unless `kv_dtype` says.
       kv_dtype: dtype of the cache, as in `EngineConfig`.
@@ -87,8 +89,27 @@ def cache_bytes(
       >>> cache_bytes(LlamaConfig.preset("llama-3-8b"), 1_000_000, tensor=8) / 1e9  # GB
       16.384
     """
-    layers, kv_heads = layers_per_stage(config.num_layers, stage), max(1, config.num_kv_heads // tensor)
-    return 2 * layers * kv_heads * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype) * tokens
+    seen = tokens if config.sliding_window is None else min(tokens, config.sliding_window)
+    full, sliding = layer_cache_bytes(config, stage, tensor, dtype_bytes, kv_dtype)
+    return full * tokens + sliding * seen
+
+
+def layer_cache_bytes(
+    config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2, kv_dtype: str | None = None
+) -> tuple[int, int]:
+    """Compute the bytes of a token's keys and values in the layers without a window, and in those with one.
+
+    Of each kind these are the layers of the stage that has most, as all devices keep as many.
+
+    Args:
+      config, stage, tensor, dtype_bytes, kv_dtype: as for `cache_bytes`.
+
+    Returns:
+      Bytes on each device, of each kind.
+    """
+    sliding = sliding_places(config, stage)
+    row = 2 * max(1, config.num_kv_heads // tensor) * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype)
+    return row * int((~sliding).sum(1).max()), row * int(sliding.sum(1).max())
 
 
 def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None) -> _Bytes:

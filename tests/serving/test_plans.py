@@ -46,7 +46,7 @@ def short_messages() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=6)
+@settings(max_examples=8)
 @given(
     plan=PLANS,
     seed=st.integers(0, 2**20),
@@ -57,6 +57,7 @@ def short_messages() -> Iterator[None]:
     prefix_cache=st.booleans(),
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
+    window=st.sampled_from([None, 1, 7, 30]),
 )
 def test_random_workloads_give_the_oracles_tokens(
     plan: ParallelPlan,
@@ -68,11 +69,13 @@ def test_random_workloads_give_the_oracles_tokens(
     prefix_cache: bool,
     policy: str,
     chunking: str,
+    window: int | None,
 ) -> None:
     engine = make_engine(
         num_pages * 4 // min(page_size, 4),
         page_size,
         plan,
+        window=window,
         buckets=(4, 16),
         run_ahead=run_ahead,
         admission=admission,
