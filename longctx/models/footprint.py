@@ -44,11 +44,14 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
         "w_up": (ffn, hidden),
         "w_down": (hidden, ffn),
     }
-    biases = heads + 2 * kv_heads if config.qkv_bias else 0
-    head_norms = 2 * size if config.qk_norm else 0
+    vectors = hidden * (4 if config.gemma_style else 2)  # norms
+    vectors += heads + 2 * kv_heads if config.qkv_bias else 0
+    vectors += hidden if config.out_bias else 0
+    vectors += 2 * size if config.qk_norm else 0
+    vectors += config.num_heads // tensor if config.attention_sinks else 0
     total = hidden * dtype_bytes  # the last norm
     for run in layer_runs(config, Stacking(stage)):
-        layer = (2 * hidden + biases + head_norms) * dtype_bytes
+        layer = vectors * dtype_bytes
         for name, (outputs, inputs) in matrices.items():
             layer += outputs * inputs * (1 if name in run.quantized else dtype_bytes)
             layer += outputs * _SCALE if name in run.quantized | run.partly else 0

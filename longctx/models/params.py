@@ -48,7 +48,10 @@ _BIAS_AXES: dict[str, Axes] = {
     "bk": ("layer", "kv_head", "head_dim"),
     "bv": ("layer", "kv_head", "head_dim"),
 }
+_OUT_BIAS_AXES: dict[str, Axes] = {"bo": ("layer", "hidden")}
 _QK_NORM_AXES: dict[str, Axes] = {"q_norm": ("layer", "head_dim"), "k_norm": ("layer", "head_dim")}
+_SINK_AXES: dict[str, Axes] = {"sinks": ("layer", "head")}
+_POST_NORM_AXES: dict[str, Axes] = {"attn_post_norm": ("layer", "hidden"), "mlp_post_norm": ("layer", "hidden")}
 INPUT_AXES = {"wo": 2}
 """The number of input axes of a projection that has not one."""
 
@@ -104,7 +107,15 @@ def _layer_table(config: LlamaConfig, run: Run) -> Params:
             config.quantization.activation_scale_ub,
         )
 
-    axes = _LAYER_AXES | (_BIAS_AXES if config.qkv_bias else {}) | (_QK_NORM_AXES if config.qk_norm else {})
+    axes = _LAYER_AXES.copy()
+    for has_them, own in (
+        (config.qkv_bias, _BIAS_AXES),
+        (config.out_bias, _OUT_BIAS_AXES),
+        (config.qk_norm, _QK_NORM_AXES),
+        (config.attention_sinks, _SINK_AXES),
+        (config.gemma_style, _POST_NORM_AXES),
+    ):
+        axes |= own if has_them else {}
     return {name: entry(name, axes) for name, axes in axes.items()}
 
 
@@ -143,7 +154,7 @@ def init_params(
     initializer_range: Real = 0.02,
     apart: bool = False,
 ) -> Params:
-    """Make random parameters: normal weights of deviation `initializer_range`, norms of 1, biases of 0.
+    """Make random parameters: normal weights of deviation `initializer_range`, norms that multiply by 1, biases of 0.
 
     Those of a quantised model are quantised after that; layers that are `apart` have the same weights.
     """
@@ -157,9 +168,9 @@ def init_params(
 
     def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         name = path[-1].key
-        if name.endswith("norm"):
+        if name.endswith("norm") and not config.gemma_style:
             return jnp.ones(leaf.shape, leaf.dtype)
-        if name in _BIAS_AXES:
+        if name.endswith("norm") or name in _BIAS_AXES | _OUT_BIAS_AXES:
             return jnp.zeros(leaf.shape, leaf.dtype)
         return initializer_range * jax.random.normal(key, leaf.shape, leaf.dtype)
 

@@ -23,6 +23,8 @@ def all_gather_kv(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,
@@ -46,7 +48,8 @@ def all_gather_kv(
     one by one, because each is sorted by (segment, position) and their concatenation is not.
 
     Args:
-      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
+      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last, axis_name: as for
+        `ring_pass_kv`.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
 
@@ -77,7 +80,7 @@ def all_gather_kv(
       >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
       True
     """
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     return exchange(lambda kernel: AllGatherKV(axis_name, kernel), arrays, spec, sinks)
 

@@ -65,6 +65,8 @@ def context_parallel_attention(
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
@@ -95,7 +97,8 @@ def context_parallel_attention(
         `hardware`, with T new and S - T cached tokens.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`. (`"ulysses"` has equal work on all ranks in any of them, and
         leaves tokens where they are.)
-      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `longctx.kernels.attention`.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last, causal: as for
+        `longctx.kernels.attention`.
       window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`. With a
         window and positions that are not given, only those hops of `"pass_kv"` are sent that some query needs.
       bias: as for `longctx.kernels.attention`, a function alone, of the heads of all ranks.
@@ -128,7 +131,8 @@ def context_parallel_attention(
       >>> bool(jnp.allclose(out, attention(q, k, v)[0], atol=1e-5))
       True
     """
-    arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    arrays = q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last
+    arguments = check_arrays(arrays, causal)
     q, k = arguments.q, arguments.k
     value_size = arguments.v.shape[-1]
     check_bias_function(bias)
@@ -232,10 +236,8 @@ def _sharded_attention(
             q,
             k,
             v,
-            q_positions=_drop_batch(queries.positions),
-            kv_positions=_drop_batch(keys.positions),
-            q_segment_ids=_drop_batch(queries.segments),
-            kv_segment_ids=_drop_batch(keys.segments),
+            **_by_name("q", queries),
+            **_by_name("kv", keys),
             sinks=sinks,
             **static.spec._asdict(),
             **({} if static.hops is None else {"hops": static.hops}),
@@ -267,13 +269,15 @@ def _sharded_attention(
         pad_q(flat_q),
         pad_kv(flat_k),
         pad_kv(flat_v),
-        Tokens(pad_q(queries.positions), pad_q(queries.segments, -1)),
-        Tokens(pad_kv(keys.positions), pad_kv(keys.segments, -1)),
+        jax.tree.map(pad_q, queries)._replace(segments=pad_q(queries.segments, -1)),
+        jax.tree.map(pad_kv, keys)._replace(segments=pad_kv(keys.segments, -1)),
         sinks,
     )
     return out[:, : flat_q.shape[1]].reshape(*arguments.q.shape[:-1], out.shape[-1])
 
 
-def _drop_batch(x: Array) -> Array:
-    """`[1, L]`, which all sequences of a batch share, as `[L]`; `[B, L]` as it is."""
-    return x[0] if x.shape[0] == 1 else x
+def _by_name(side: str, tokens: Tokens) -> dict[str, Array]:
+    """The arguments of an exchange; `[1, L]`, which all sequences of a batch share, becomes `[L]`."""
+    names = {"positions": "positions", "segments": "segment_ids", "first": "first", "last": "last"}
+    given = ((names[name], x) for name, x in tokens._asdict().items() if x is not None)
+    return {f"{side}_{name}": x[0] if x.shape[0] == 1 else x for name, x in given}

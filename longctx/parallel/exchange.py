@@ -66,14 +66,15 @@ class AttentionSpec(NamedTuple):
         """
         axis_name, q = self.axis_name, arrays.q
         check_axis("axis_name", axis_name)
-        for name in ("q_positions", "kv_positions"):
-            if self.causal and getattr(arrays, name) is None:
+        limited = arrays.q_first is not None or arrays.q_last is not None
+        for name, is_needed in (("q_positions", self.causal), ("kv_positions", self.causal or limited)):
+            if is_needed and getattr(arrays, name) is None:
                 raise ValueError(
-                    f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
-                    "(longctx.parallel.shard_positions does)"
+                    f"{name} must be given {'when causal' if self.causal else 'with q_first and q_last'}: a rank can't "
+                    "tell which tokens its layout gave it (longctx.parallel.shard_positions does)"
                 )
         check_bias_function(self.bias)
-        operands = flatten(check_arrays(*arrays, self.causal))
+        operands = flatten(check_arrays(arrays, self.causal))
         bias: Any = check_bias(self.bias, operands.q, operands.k)
         if isinstance(self.bias, BiasOfRank):
             bias = self.bias.number(bias)
@@ -209,9 +210,15 @@ def is_varying(x: Array, axis_name: str) -> bool:
 
 
 def gather_tokens(tokens: Tokens, axis_name: str) -> Tokens:
-    """Gather the positions and segments of all ranks, `[N, 1 or B, L]`, in one message of 8 bytes a token."""
-    gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), axis_name)
-    return Tokens(gathered[:, 0], gathered[:, 1])
+    """Gather the tokens of all ranks, `[N, 1 or B, L]` each array, in one message of 4 bytes a number."""
+    packed, unpack = pack_tokens(tokens)
+    return unpack(jnp.moveaxis(lax.all_gather(packed, axis_name), 0, 1))
+
+
+def pack_tokens(tokens: Tokens) -> tuple[Array, Callable[[Array], Tokens]]:
+    """Pack the arrays of tokens `[1 or B, L]` into one, a single message, and return what unpacks them from it."""
+    arrays, tree = jax.tree.flatten(tokens)
+    return jnp.stack(jnp.broadcast_arrays(*arrays)), lambda packed: jax.tree.unflatten(tree, packed)
 
 
 def pack_state(out: Array, lse: Array, num_parts: int) -> Array:

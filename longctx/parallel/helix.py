@@ -27,6 +27,8 @@ def helix_attention(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,
@@ -50,7 +52,7 @@ def helix_attention(
     and dV never move.
 
     Args:
-      q, q_positions, q_segment_ids: the same on all ranks; else as for `ring_pass_kv`.
+      q, q_positions, q_segment_ids, q_first, q_last: the same on all ranks; else as for `ring_pass_kv`.
       k, v, kv_positions, kv_segment_ids: as for `ring_pass_kv`.
       axis_name: the mesh axis of R ranks, which divides the N query heads.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`;
@@ -88,7 +90,7 @@ def helix_attention(
       >>> bool(jnp.allclose(x, jnp.tensordot(dense, wo, 2), atol=1e-4))
       True
     """
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     kernel, operands, out_dtype = spec.check(arrays)
     num_ranks, num_heads = lax.axis_size(axis_name), q.shape[-2]

@@ -36,6 +36,8 @@ def kvp_attention(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
     merge: Literal["auto", "gather", "all_to_all"] = "auto",
     axis_name: str = "context",
@@ -51,7 +53,7 @@ def kvp_attention(
     """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
 
     Args:
-      q, q_positions, q_segment_ids: the same on all ranks; else as for `ring_pass_kv`.
+      q, q_positions, q_segment_ids, q_first, q_last: the same on all ranks; else as for `ring_pass_kv`.
       k, v, kv_positions, kv_segment_ids, axis_name: as for `ring_pass_kv`.
       group_ids: integers `[T]`, different on each rank: row t is merged over the ranks that give it the same group id,
         and these hold the same query in row t. So one batch can hold rows of a long request on some ranks and rows of
@@ -97,7 +99,7 @@ def kvp_attention(
       >>> bool(jnp.allclose(out, dense, atol=1e-5))
       True
     """
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     kernel, operands, out_dtype = spec.check(arrays)
     num_ranks = lax.axis_size(axis_name)

@@ -26,6 +26,8 @@ def ring_pass_kv(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,
@@ -57,6 +59,7 @@ def ring_pass_kv(
       k, v: this rank's keys `[*B, S, K, H]` and values `[*B, S, K, Hv]`, N a multiple of K.
       q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
+      q_first, q_last: as for `longctx.kernels.attention`, of this rank's queries; `kv_positions` are needed with them.
       axis_name: the mesh axis of N ranks that forms the ring.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
@@ -91,7 +94,7 @@ def ring_pass_kv(
       >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
       True
     """
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
 
     def algorithm(kernel: Kernel) -> PassKV:

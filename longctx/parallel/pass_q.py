@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -29,6 +30,8 @@ def ring_pass_q(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     causal: bool = True,
     window: Window | None = None,
@@ -50,14 +53,16 @@ def ring_pass_q(
       keys of its own sequence, and a row without one reads nothing, so a batch that N does not divide costs no more
       than its B queries on every rank. `plan_decode` says which rank has which sequence in which step.
     * **On the wire**, each rank sends `(N - 1) * T * B * (N_heads * H * e + 8)` bytes: queries in N - 1 permutes, which
-      the attention of the previous queries hides, and positions and segments in one all-gather. Then it sends
+      the attention of the previous queries hides, and positions and segments in one all-gather, to which `q_first` and
+      `q_last` add 4 bytes each. Then it sends
       `(N - 1) * T * B * N_heads * (H + 1) * 4` bytes of partial (out, lse) in float32, in one all-to-all that nothing
       hides. Backward, queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in
       float32; dK and dV never move.
     * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, once as sent and once as received.
 
     Args:
-      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
+      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last, axis_name: as for
+        `ring_pass_kv`.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
       decode: whether every query belongs to a sequence of its own, see above.
@@ -94,7 +99,7 @@ def ring_pass_q(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
             f"q {np.shape(q)} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
 
     def algorithm(kernel: Kernel) -> PassQ:
@@ -164,6 +169,7 @@ def pass_q_forward(
 
 def _decode_forward(kernel: Kernel, operands: Operands) -> tuple[Array, Array]:
     """Attend as a batch of sequences of one query each, over keys that they share."""
-    rows = operands._replace(q=operands.q[0, :, None], queries=Tokens(*(x[0, :, None] for x in operands.queries)))
+    q, queries = jax.tree.map(lambda x: x[0, :, None], (operands.q, operands.queries))
+    rows = operands._replace(q=q, queries=queries)
     out, lse = kernel.forward(rows)
     return out[None, :, 0], lse[None, :, 0]

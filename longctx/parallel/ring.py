@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.barrier import hold
-from longctx.parallel.exchange import gather_tokens
+from longctx.parallel.exchange import gather_tokens, pack_tokens
 
 MOST_UNROLLED = 8
 """Hops of the longest ring that is unrolled. A loop takes those of a longer one, but the ends: each hop compiles."""
@@ -67,18 +68,18 @@ def check_hops(hops: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
 def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None = None) -> Callable[[Any], Tokens]:
     """A function from a hop to the positions and segments of the block that is on this rank after it.
 
-    Those of all ranks are gathered at once, as they take 8 bytes a token, unless few hops are taken; hop 0 reads this
-    rank's own.
+    Those of all ranks are gathered at once, as they take 8 bytes a token or some more, unless few hops are taken; hop 0
+    reads this rank's own.
     """
     if hops is not None and len(hops) < lax.axis_size(axis_name):
-        packed = jnp.stack(jnp.broadcast_arrays(*tokens))
-        arrived = {hop: ring_shift(axis_name, packed, by=hop)[0] for hop in hops[1:]}
-        return lambda hop: Tokens(*arrived[hop]) if hop else tokens
+        packed, unpack = pack_tokens(tokens)
+        arrived = {hop: unpack(ring_shift(axis_name, packed, by=hop)[0]) for hop in hops[1:]}
+        return lambda hop: arrived[hop] if hop else tokens
     if lax.axis_size(axis_name) == 1:
         return lambda hop: tokens
     gathered = gather_tokens(tokens, axis_name)
     is_own = lambda hop: isinstance(hop, int) and hop == 0  # noqa: E731
-    return lambda hop: tokens if is_own(hop) else Tokens(*(x[ring_source(axis_name, hop)] for x in gathered))
+    return lambda hop: tokens if is_own(hop) else jax.tree.map(lambda x: x[ring_source(axis_name, hop)], gathered)
 
 
 def fold_ring(

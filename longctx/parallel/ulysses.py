@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -10,7 +11,6 @@ from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Algorithm, Operands, attention_with_vjp
-from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import Arguments, Implementation, Window, check_sinks
 from longctx.kernels.attention.rule import BiasFunction
 from longctx.kernels.merge import with_sinks
@@ -38,6 +38,8 @@ def ulysses_attention(
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     axis_name: str = "context",
     ring_axis: str | None = None,
     causal: bool = True,
@@ -69,7 +71,7 @@ def ulysses_attention(
     as in `ring_pass_kv`: for groups within a host, with the ring across hosts.
 
     Args:
-      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids: as for `ring_pass_kv`.
+      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last: as for `ring_pass_kv`.
       axis_name: the mesh axis of R ranks, which divides the N query heads.
       ring_axis: the mesh axis of the ring; tokens are sharded over both axes. None: there is no ring.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
@@ -101,7 +103,7 @@ def ulysses_attention(
       >>> bool(jnp.allclose(out, attention(q, k, v)[0], atol=1e-5))
       True
     """
-    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    arrays = Arguments(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last)
     spec = AttentionSpec(axis_name, causal, scale, implementation, out_dtype, window, logits_soft_cap, bias)
     kernel, operands, out_dtype = spec.check(arrays)
     num_ranks, num_heads = lax.axis_size(axis_name), q.shape[-2]
@@ -135,7 +137,7 @@ def _to_heads(operands: Operands, axis_name: str) -> Operands:
     q, k, v, queries, keys, bias = operands
     copies = kv_head_copies(q.shape[2], k.shape[2], lax.axis_size(axis_name))
     q, k, v = _exchange_heads((q, *(_copy_heads(x, copies) for x in (k, v))), axis_name)
-    queries = Tokens(*(_join(x) for x in gather_tokens(queries, axis_name)))
+    queries = jax.tree.map(_join, gather_tokens(queries, axis_name))
     if bias is not None:
         bias = part_of_rank(bias, axis_name, 1)
     return Operands(_join(q), k, v, queries, gather_tokens(keys, axis_name), bias)

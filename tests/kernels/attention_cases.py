@@ -28,7 +28,7 @@ def alibi(head: jax.Array, q_position: jax.Array, kv_position: jax.Array) -> jax
     return -jnp.asarray([0.1, 0.5, 0.02, 0.3])[head % 4] * jnp.abs(q_position - kv_position)
 
 
-# Static arguments, of which each compiles. The array of a bias is data.
+# Static arguments, of which each compiles. The array of a bias is data, and so are `q_first` and `q_last`.
 RULES: dict[str, dict[str, Any]] = {
     "causal": {},
     "all": {"causal": False},
@@ -38,6 +38,9 @@ RULES: dict[str, dict[str, Any]] = {
     "bias of heads": {"bias": alibi, "causal": False},
     "bias of all": {"logits_soft_cap": 1.5},
     "bias of keys": {"causal": False},
+    "first": {},
+    "last": {"causal": False},
+    "first and last": {"causal": False, "window": (300, None)},
 }
 
 # (batch, T, S, K, G, H, and the head size of values where it differs): each compiles once, and everything else about a
@@ -79,7 +82,7 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[Any], rules: Sequence[str] 
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes_of.items()}
     return Case(
         arrays=arrays,
-        masks=_masks(rng, layout, padding, batch, q_length, kv_length),
+        masks=_masks(rng, layout, padding, batch, q_length, kv_length) | _limits(rng, rule, batch, q_length, kv_length),
         rule=rule,
         d_out=rng.standard_normal((*rows, value_size)),
         d_lse=rng.standard_normal(rows),
@@ -119,6 +122,20 @@ def _masks(
         "q_segment_ids": q_segments,
         "kv_segment_ids": kv_segments,
     }
+
+
+def _limits(
+    rng: np.random.Generator, rule: str, batch: tuple[int, ...], q_length: int, kv_length: int
+) -> dict[str, np.ndarray]:
+    """Any positions, ascending or in no order, of each sequence or of all; also the least and the greatest."""
+    limits = {}
+    for name in ("first", "last"):
+        if name in rule.split():
+            ends = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+            found = rng.integers(-20, kv_length + 20, (*batch, q_length) if rng.random() < 0.5 else q_length)
+            found = np.sort(found) if rng.random() < 0.7 else np.where(rng.random(found.shape) < 0.1, ends[0], found)
+            limits[f"q_{name}"] = np.where(rng.random(found.shape) < 0.02, ends[1], found)
+    return limits
 
 
 def _pack(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -24,13 +24,14 @@ class Shape(NamedTuple):
     sequences: int
     entries: int
     index_given: bool  # or page_index=None
+    value_size: int | None = None  # None: `size`
 
 
 SHAPES = [
     Shape(rows=90, heads=8, kv_heads=2, size=8, page_size=16, sequences=5, entries=7, index_given=True),
     Shape(rows=300, heads=3, kv_heads=3, size=8, page_size=4, sequences=2, entries=90, index_given=False),
-    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9, index_given=True),
-    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33, index_given=False),
+    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9, index_given=True, value_size=16),
+    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33, index_given=False, value_size=9),
 ]
 
 
@@ -44,11 +45,13 @@ class Case(NamedTuple):
     rule: str = "causal"  # of RULES
 
 
-# Static arguments, of which each compiles.
+# Static arguments, of which each compiles. Those of a "first" draw `q_first` too, which is data.
 RULES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 21},
     "soft cap": {"window": (70, 3), "logits_soft_cap": 1.5},
+    "first": {},
+    "first and window": {"window": 45},
 }
 
 
@@ -76,7 +79,14 @@ def cases(draw: st.DrawFn, shapes: Sequence[Shape] = SHAPES, rules: Sequence[str
         order = rng.permutation(shape.rows)
         q_sequence, q_positions = q_sequence[order], q_positions[order]
     case = make_case(shape, rng, kv_lengths, q_sequence, q_positions)
-    return case._replace(rule=draw(st.sampled_from(rules)))
+    rule = draw(st.sampled_from(rules))
+    if rule.startswith("first"):
+        kind = draw(st.sampled_from(["window", "chunks", "any"]))
+        limits = np.iinfo(np.int32)
+        any_first = rng.choice([limits.min, limits.max, *rng.integers(0, longest + 1, 5)], shape.rows)
+        first = {"window": q_positions - 20, "chunks": q_positions // 13 * 13, "any": any_first}[kind]
+        case.metadata["q_first"] = first
+    return case._replace(rule=rule)
 
 
 def make_case(
@@ -89,15 +99,15 @@ def make_case(
     shared = rng.integers(0, shape.entries)
     whole = kv_lengths >= shared * shape.page_size  # these have read a common prefix
     page_table[whole, :shared] = page_table[np.argmax(whole), :shared]
-    k_pages, v_pages = np.full((2, num_pages + 4, shape.page_size, shape.kv_heads, shape.size), np.nan)
+    sizes = shape.size, shape.value_size or shape.size
+    pools = [np.full((num_pages + 4, shape.page_size, shape.kv_heads, size), np.nan) for size in sizes]
     for sequence, length in enumerate(kv_lengths):
         for entry in range(-(-length // shape.page_size)):
             page = first_page + page_table[sequence, entry]
             slots = slice(0, min(shape.page_size, length - entry * shape.page_size))
-            fresh = rng.standard_normal((2, *k_pages[page, slots].shape))
-            k_pages[page, slots], v_pages[page, slots] = np.where(
-                np.isnan(k_pages[page, slots]), fresh, (k_pages[page, slots], v_pages[page, slots])
-            )
+            for pool in pools:
+                old = pool[page, slots]
+                pool[page, slots] = np.where(np.isnan(old), rng.standard_normal(old.shape), old)
     unused = np.arange(shape.entries) * shape.page_size >= kv_lengths[:, None]
     page_table = np.where(unused, 10**6, page_table)
     metadata = {
@@ -108,7 +118,7 @@ def make_case(
         "q_sequence": q_sequence,
         "first_page": first_page,
     }
-    return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), k_pages, v_pages, metadata)
+    return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), *pools, metadata)
 
 
 planned = jax.jit(plan_paged_attention, static_argnums=0, static_argnames=("window", "implementation", "q_dtype"))
@@ -125,9 +135,9 @@ def run(
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     call: Any = compiled
     if not jit:
-        tables = [x for name, x in metadata.items() if name != "first_page"]
-        window = RULES[case.rule].get("window")
-        plan = planned(q.shape[1], k_pages, *tables, window=window, implementation=implementation, q_dtype=q.dtype)
+        of_plan = {name: x for name, x in metadata.items() if name != "first_page"}
+        of_plan |= {"window": RULES[case.rule].get("window"), "implementation": implementation, "q_dtype": q.dtype}
+        plan = planned(q.shape[1], k_pages, **of_plan)
         call = functools.partial(paged_attention, plan=plan)
     out, lse = call(
         q,
@@ -147,7 +157,7 @@ def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple
     num_pages = case.k_pages.shape[0]
     pages = np.minimum(table + case.metadata["first_page"], num_pages - 1)
     keys, values = (np.nan_to_num(x[pages].reshape(len(table), -1, *x.shape[2:])) for x in (case.k_pages, case.v_pages))
-    batch, rows = len(table), len(case.q)
+    batch, rows, first = len(table), len(case.q), case.metadata.get("q_first")
     sequences = np.arange(batch)[:, None]
     segments = np.where(np.arange(keys.shape[1])[None] < lengths[:, None], sequences, -1)
     out, lse = attention(
@@ -156,6 +166,7 @@ def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple
         kv_positions=np.broadcast_to(np.arange(keys.shape[1]), keys.shape[:2]),
         q_segment_ids=np.where(case.metadata["q_sequence"] == sequences, sequences, -1),
         kv_segment_ids=segments,
+        **({"q_first": np.broadcast_to(first, (batch, rows))} if first is not None else {}),
         **RULES[case.rule],
         implementation=implementation,
     )

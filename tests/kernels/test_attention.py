@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import RULES, SHAPES, Case, cases, error, run
 from attention_test_base import AttentionTestBase
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.kernels import attention
@@ -15,10 +17,35 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter
 
+LIMITED = ("first", "last", "first and last")
+
 
 class TestXla(AttentionTestBase):
     implementation = "xla"
     examples, half_examples = 5, 2
+
+    @given(cases(st.sampled_from(SHAPES), LIMITED))
+    @settings(max_examples=6)
+    def test_first_and_last_position_of_each_query(self, case: Case) -> None:
+        self.check_float32(case)
+
+
+@given(cases(st.sampled_from(SHAPES[2:4]), LIMITED))
+@settings(max_examples=4)
+def test_limits_of_queries_are_a_bias_of_booleans(case: Case) -> None:
+    """As the dense oracle takes them from the same code as all other implementations."""
+    batch, positions = case.arrays["q"].shape[:-3], case.masks["kv_positions"]
+    seen = np.ones((*batch, case.arrays["q"].shape[-3], len(positions)), bool)
+    if (first := case.masks.get("q_first")) is not None:
+        seen &= positions >= first[..., None]
+    if (last := case.masks.get("q_last")) is not None:
+        seen &= positions <= last[..., None]
+    masks = {name: x for name, x in case.masks.items() if name not in ("q_first", "q_last")}
+    with jax.enable_x64(True):
+        got, bias = run(case, jnp.float64, "reference", gradients=False), seen[..., None, :, :]
+        want = attention(**case.arrays, **masks, bias=bias, **RULES[case.rule], implementation="reference")
+    for name, x in zip(("out", "lse"), want, strict=True):
+        assert error(got[name], np.asarray(x)) < 1e-12
 
 
 @pytest.mark.slow
@@ -45,7 +72,7 @@ class TestMosaicGpu(AttentionTestBase):
         st.integers(1, 4),
         st.sampled_from([64, 128, 256]),
     )
-    rules = ("causal", "all", "window", "both sides")
+    rules = ("causal", "all", "window", "both sides", "first and last")
     half_examples, slow_examples = 1, 60
     supports_float32 = False
     supports_float64 = False

@@ -86,6 +86,17 @@ def test_no_tile_has_both_parts_of_a_zigzag_shard(half: int) -> None:
     np.testing.assert_allclose(out[:half], 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("limit", ["q_first", "q_last"])
+def test_keys_outside_of_the_limits_of_queries_are_not_read(limit: str) -> None:
+    """Chunks, of which a limit on one side is enough to leave out the others: NaNs there change nothing."""
+    chunk, positions = 1024, jnp.arange(2048)
+    q, is_read = jnp.ones((2048, 1, 8)), positions < chunk if limit == "q_last" else positions >= chunk
+    v = jnp.where(is_read[:, None, None], q, jnp.nan)
+    limits = {"q_first": positions // chunk * chunk, "q_last": positions // chunk * chunk + chunk - 1}
+    out, _ = attention(q, q, v, **{limit: limits[limit]}, causal=limit == "q_first", implementation="xla")
+    np.testing.assert_allclose(out[is_read], 1, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_inside_shard_map_with_operands_that_vary_differently() -> None:
     """`check_vma=True`; the gradient of what was replicated is summed over the mesh."""

@@ -113,7 +113,12 @@ def seen_by(case: Case) -> np.ndarray:
     distance = q_pos[:, :, None] - kv_pos[:, None]
     rule = rule_of(case)
     before, after = (10**6 if side is None else side for side in (rule.window[0], 0 if rule.causal else rule.window[1]))
-    return seen & (distance <= before) & (-distance <= after)
+    seen &= (distance <= before) & (-distance <= after)
+    if (first := case.masks.get("q_first")) is not None:
+        seen &= kv_pos[:, None] >= np.atleast_2d(first)[:, :, None]
+    if (last := case.masks.get("q_last")) is not None:
+        seen &= kv_pos[:, None] <= np.atleast_2d(last)[:, :, None]
+    return seen
 
 
 def rule_of(case: Case) -> AttentionRule:
@@ -121,19 +126,27 @@ def rule_of(case: Case) -> AttentionRule:
     return AttentionRule(rule.get("causal", True), 1.0, rule.get("window", (None, None)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def tiles_of(rule: AttentionRule, config: TileConfig, *masks: jax.Array) -> Any:
-    return make_tiles(1, rule.visible(Tokens(*masks[:2])), Tokens(*masks[2:]), config)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def tiles_of(rule: AttentionRule, config: TileConfig, from_keys: bool, queries: Tokens, keys: Tokens) -> Any:
+    sides = rule.visible(queries), keys
+    return make_tiles(1, *(sides[::-1] if from_keys else sides), config)
 
 
-@given(cases(st.just(((), 300, 700, 1, 1, 64)), ("causal", "all", "window", "both sides")))
+@pytest.mark.parametrize("from_keys", [False, True])
+@given(data=st.data())
 @settings(max_examples=8)
-def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
-    names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
-    masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
+def test_tiles_of_contiguous_keys_see_what_the_mask_says(from_keys: bool, data: st.DataObject) -> None:
+    """Rows are queries, or as in the gradient of keys, keys; they and the others are 300 and 700."""
+    rules = ("causal", "all", "window", "both sides", "first", "last", "first and last")
+    lengths = (700, 300) if from_keys else (300, 700)
+    case = data.draw(cases(st.just(((), *lengths, 1, 1, 64)), rules))
+    masks = {name: jnp.asarray(np.atleast_2d(x), jnp.int32) for name, x in case.masks.items()}
+    queries = Tokens(*(masks.get(f"q_{name}") for name in ("positions", "segment_ids", "first", "last")))  # type: ignore[arg-type]
     config = TileConfig.choose(64, 300)
-    tiles, rows, tokens = tiles_of(rule_of(case), config, *masks)
+    keys = Tokens(masks["kv_positions"], masks["kv_segment_ids"])
+    tiles, rows, tokens = tiles_of(rule_of(case), config, from_keys, queries, keys)
     seen = seen_by(case)[0]
+    seen = seen.T if from_keys else seen
     assert len(tiles.start) == 3
     for tile in range(3):
         own = slice(tile * config.block_q, min(300, (tile + 1) * config.block_q))
@@ -145,8 +158,10 @@ def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
             whole = part.shape[1] == config.block_kv and part.all()
             assert whole or not full_start <= block < full_stop
             # What the kernel's mask compares.
-            positions, segments = (np.asarray(x[0, keys]) for x in tokens)
-            last, segment, *first = (np.asarray(x[tile, : own.stop - own.start])[:, None] for x in rows)
+            of_others = [np.asarray(x[0, keys]) for x in tokens]
+            of_rows = [np.asarray(x[tile, : own.stop - own.start])[:, None] for x in rows]
+            (last, segment, *first), others = (of_others, of_rows) if from_keys else (of_rows, of_others)
+            positions, segments = others
             mask = (positions <= last) & (segments == segment) & (positions >= (first[0] if first else -(2**31)))
             np.testing.assert_array_equal(mask[:, : part.shape[1]], part)
             assert not mask[:, part.shape[1] :].any()

@@ -89,7 +89,7 @@ MOSAIC_GPU_SHAPES = (
 class TestMosaicGpu(PagedAttentionTestBase):
     """In the interpreter, which takes seconds for a thread block."""
 
-    rules = ("causal", "window")
+    rules = ("causal", "window", "first")
     implementation = "mosaic_gpu"
     half_shapes = (MOSAIC_GPU_SHAPES[0]._replace(rows=20, heads=1),)
     half_examples, merge_examples = 1, 0  # parts are merged below

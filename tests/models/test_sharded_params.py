@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from longctx.models import Llama, LlamaConfig, param_specs, weight_bytes
-from longctx.models.llama import dense_attend
+from longctx.models.attend import dense_attend
 from longctx.models.sharded_params import (
     abstract_sharded_params,
     device_config,

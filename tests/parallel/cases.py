@@ -27,9 +27,25 @@ class Tokens(NamedTuple):
     kv_positions: np.ndarray
     q_segment_ids: np.ndarray
     kv_segment_ids: np.ndarray
+    q_first: np.ndarray | None = None
+    q_last: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"Tokens of segments {np.unique(self.q_segment_ids)} among {np.unique(self.kv_segment_ids)}"
+
+
+@st.composite
+def limits(draw: st.DrawFn, tokens: Tokens) -> Tokens:
+    """Limits of what each query sees: a window and what is ahead of it by row, chunks, or any, also of nothing."""
+    positions, rng = tokens.q_positions, np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = rng.integers(0, 40, (2, len(positions)))
+    chunks = positions // 16 * 16
+    first, last = {
+        "rows": (positions - sizes[0], positions + sizes[1]),
+        "chunks": (chunks, chunks + 15),
+        "any": (rng.integers(-5, 60, len(positions)), rng.integers(-5, 60, len(positions))),
+    }[draw(st.sampled_from(["rows", "chunks", "any"]))]
+    return tokens._replace(q_first=first.astype(np.int32), q_last=last.astype(np.int32))
 
 
 @st.composite

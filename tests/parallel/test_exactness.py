@@ -72,10 +72,8 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
     """Values and gradients of one exchange, or with 0 ranks of dense attention: jitted once, all cases are data."""
     if ranks == 0:
 
-        def compute(q: jax.Array, k: jax.Array, v: jax.Array, *tokens: Any) -> Any:
-            *tokens, sinks = tokens
-            masks = dict(zip(cases.Tokens._fields, tokens, strict=True))
-            return attention(q, k, v, **masks, sinks=sinks, implementation="reference", **dict(options))
+        def compute(q: jax.Array, k: jax.Array, v: jax.Array, tokens: cases.Tokens, sinks: Any) -> Any:
+            return attention(q, k, v, **tokens._asdict(), sinks=sinks, implementation="reference", **dict(options))
 
     else:
         groups = 2 if exchange == "usp" else 1
@@ -83,9 +81,11 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
         q_spec = P() if exchange.startswith(("kvp", "helix")) else spec
         out_specs = (P(None, "context"),) * 2 if exchange == "helix" else q_spec
         compute = jax.shard_map(
-            lambda *arrays: EXCHANGES[exchange](*arrays[:-1], sinks=arrays[-1], axis_name="context", **dict(options)),
+            lambda q, k, v, tokens, sinks: EXCHANGES[exchange](
+                q, k, v, **tokens._asdict(), sinks=sinks, axis_name="context", **dict(options)
+            ),
             mesh=make_mesh(stage=groups, context=ranks // groups),
-            in_specs=(q_spec, spec, spec, q_spec, spec, q_spec, spec, P()),
+            in_specs=(q_spec, spec, spec, cases.Tokens(*[q_spec, spec] * 2, q_spec, q_spec), P()),  # type: ignore[arg-type]
             out_specs=out_specs,
         )
 
@@ -93,7 +93,7 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
         arrays: dict[str, jax.Array], tokens: cases.Tokens, d_out: jax.Array, d_lse: jax.Array
     ) -> dict[str, jax.Array]:
         def weighted(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            out, lse = compute(arrays["q"], arrays["k"], arrays["v"], *tokens, arrays.get("sinks"))
+            out, lse = compute(arrays["q"], arrays["k"], arrays["v"], tokens, arrays.get("sinks"))
             seen = jnp.where(lse == -jnp.inf, 0, lse)  # an empty row's -inf would swallow the sum
             return jnp.sum(out * d_out) + jnp.sum(seen * d_lse), {"out": out, "lse": lse}
 
@@ -175,6 +175,16 @@ def test_window_bias_soft_cap_sinks_and_values_of_another_size(exchange: str, da
     tokens = data.draw(cases.tokens(ranks, kinds(exchange)))
     options = {"window": (9, 0), "logits_soft_cap": 1.5, "bias": cases.alibi}
     check(exchange, ranks, 4, tokens, seed, value_size=5, sinks=True, **options)
+
+
+@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "pass_q", "kvp_gather", "ulysses"))
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=3)
+def test_first_and_last_position_of_each_query(exchange: str, causal: bool, data: st.DataObject, seed: int) -> None:
+    ranks = 4 if exchange == "usp" else 3
+    tokens = data.draw(cases.limits(data.draw(cases.tokens(ranks, kinds(exchange)))))
+    check(exchange, ranks, 4, tokens, seed, causal=causal)
 
 
 @pytest.mark.parametrize(

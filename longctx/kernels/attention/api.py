@@ -67,6 +67,8 @@ def attention(
     kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
     q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
     kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
     causal: bool = True,
     window: Window | None = None,
     sinks: Float[ArrayLike, "N"] | None = None,
@@ -80,9 +82,9 @@ def attention(
     """Exact softmax attention that also returns its state, so that parts can be merged (`merge_states`).
 
     A query sees a key when their segments are equal and not negative, if `causal` the key's position is not after the
-    query's, and the two are not farther apart than the `window`. So one rule serves a cached prefix, packed sequences,
-    padding and any sharding of a sequence. Lengths and the order of tokens are free; keys that are sorted by (segment,
-    position) save work.
+    query's, the two are not farther apart than the `window`, and the key's position is from the query's `q_first` to
+    its `q_last`. So one rule serves a cached prefix, packed sequences, padding and any sharding of a sequence. Lengths
+    and the order of tokens are free; keys that are sorted by (segment, position) save work.
 
     Outside of `jax.jit` a call compiles one program for its shapes and non-array arguments, and keeps it; inside, it
     becomes part of the program that is traced. Arrays may be NumPy's.
@@ -96,6 +98,9 @@ def attention(
       q_positions, kv_positions: absolute positions, integers, `[T]` or `[*B, T]` and `[S]` or `[*B, S]`. Default:
         0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
+      q_first, q_last: the first and the last position that each query sees, integers of the shapes of `q_positions`,
+        which may be traced: a window that differs by layer, chunks (`position // chunk * chunk`), a prefix that all
+        its tokens see. None: no limit. The tightest of these, `causal` and `window` holds, and work follows it.
       causal: whether a query sees only keys at its own position and before.
       window: how many tokens before a query, and after it, it sees besides those at its own position: an integer for
         both sides, or a pair, of which None means any number. Work is proportional to T times the window. A layer whose
@@ -158,9 +163,9 @@ def attention(
       >>> bool(jnp.isneginf(lse[5]).all())  # padding sees nothing
       True
     """
-    masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids
+    arrays = q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last
     # A plan holds positions that have been checked.
-    arguments = check_arrays(q, k, v, *masks, causal=causal and plan is None)
+    arguments = check_arrays(arrays, causal=causal and plan is None)
     if plan is not None:
         _check_plan(plan, arguments, causal, window, implementation)
         if bias is not None:

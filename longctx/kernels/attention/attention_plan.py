@@ -15,6 +15,7 @@ from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import (
+    Arguments,
     Implementation,
     Window,
     check_kernel,
@@ -94,6 +95,9 @@ def plan_attention(
     causal: bool = True,
     window: Window | None = None,
     implementation: Implementation | None = None,
+    *,
+    q_first: Int[ArrayLike, "... T"] | Nested | None = None,
+    q_last: Int[ArrayLike, "... T"] | Nested | None = None,
 ) -> AttentionPlan:
     """Derive from positions and segments what `attention` needs, once for all calls with the same ones.
 
@@ -105,6 +109,7 @@ def plan_attention(
         their types (`jax.ShapeDtypeStruct`).
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, window: as for `attention`. The plan holds them.
       implementation: as for `attention`; the plan serves this one alone.
+      q_first, q_last: as for `attention`; the plan holds them.
 
     Returns:
       An `AttentionPlan` for calls with these shapes, positions and segments.
@@ -128,13 +133,14 @@ def plan_attention(
     """
     q_type, k_type = _type("q", q), _type("k", k)
     check_types(q_type, k_type, k_type)
-    masks = check_masks(q_type, k_type, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
-    return _plan(check_kernel(q_type, causal, None, implementation, window), q_type, k_type, masks)
+    masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last
+    checked = check_masks(Arguments(q_type, k_type, k_type, *masks), causal)
+    return _plan(check_kernel(q_type, causal, None, implementation, window), q_type, k_type, checked[3:])
 
 
 @kernel_jit("kernel", "q", "k", inline=True)
-def _plan(kernel: Kernel, q: Any, k: Any, masks: tuple[Any, Any, Any, Any]) -> AttentionPlan:
-    queries, keys = flatten_tokens(q.shape[-3], k.shape[-3], *masks)
+def _plan(kernel: Kernel, q: Any, k: Any, masks: tuple[Any, ...]) -> AttentionPlan:
+    queries, keys = flatten_tokens(Arguments(q, k, k, *masks))
     flat_q, flat_k = ((math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k))
     data = kernel.plan(flat_q, flat_k, queries, keys)
     return AttentionPlan(

@@ -126,8 +126,8 @@ def _labels(operands: Any) -> list[Labels]:
     batch = tuple(f"b{at}" for at in range(q.ndim - 3))
     of_q = without_ones(q.shape, (*batch, "t", "k g", ""))
     of_k = without_ones(k.shape, (*("",) * (k.ndim - q.ndim), *batch, "", "k", ""))
-    queries = [without_ones(x.shape, (*batch, "t")) for x in operands.queries]
-    keys = [without_ones(x.shape, (*batch, "")) for x in operands.keys]
+    queries = [without_ones(x.shape, (*batch, "t")) for x in jax.tree.leaves(operands.queries)]
+    keys = [without_ones(x.shape, (*batch, "")) for x in jax.tree.leaves(operands.keys)]
     of_v, of_out = (without_ones(x, labels) for x, labels in ((operands.v.shape, of_k), (operands.out_shape, of_q)))
     bias = () if operands.bias is None else (without_ones(operands.bias.shape, (*batch, "k g", "t", "")),)
     return [of_q, of_k, of_v, *queries, *keys, *bias, of_out, of_q[:-1]]

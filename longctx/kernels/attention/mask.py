@@ -7,13 +7,16 @@ from jax import Array
 
 
 class Tokens(NamedTuple):
-    """Positions and segment ids of some tokens: two int32 or int64 arrays `[Bm, T]`, where Bm is 1 or the batch.
+    """Positions and segment ids of some tokens: int32 or int64 arrays `[Bm, T]`, where Bm is 1 or the batch.
 
-    A negative segment marks padding, which sees nothing and which nothing sees.
+    A negative segment marks padding, which sees nothing and which nothing sees. Queries may have limits of their own:
+    the first and the last position that each sees, besides what the rule says. None: there is no such limit.
     """
 
     positions: Array
     segments: Array
+    first: Array | None = None
+    last: Array | None = None
 
 
 class Visible(NamedTuple):
@@ -126,9 +129,10 @@ def _blocks(x: Array, block: int) -> Array:
 def block_range(queries: VisibleBlocks, keys: Blocks, num_whole: int) -> BlockRange:
     """The range for one block of queries (scalars) among blocks of keys `[blocks]`, the first `num_whole` whole.
 
-    Correct for tokens in any order, and tight for tokens sorted by (segment, position), as those of a shard are.
+    Or for one block of keys (scalars), the range among blocks of queries that see them. Correct for tokens in any
+    order, and tight for tokens sorted by (segment, position), as those of a shard are.
     """
-    num_blocks = keys.first_segment.shape[0]
+    num_blocks = max(queries.first_segment.size, keys.first_segment.size)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     seen = (queries.first_segment <= keys.last_segment) & (queries.last_segment >= keys.first_segment)
     # A last block that was moved back overlaps the one before it. Those keys are masked, so it is never full.

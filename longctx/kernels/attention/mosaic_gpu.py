@@ -8,7 +8,14 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels.attention.mask import Tokens, Visible, block_range, summarise, summarise_visible
+from longctx.kernels.attention.mask import (
+    BlockRange,
+    Tokens,
+    Visible,
+    block_range,
+    summarise,
+    summarise_visible,
+)
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.merge import merge_state
 from longctx.kernels.mosaic_gpu.device import Device
@@ -126,42 +133,50 @@ def _splitting_pays(lengths: np.ndarray, heads: int, num_workers: int) -> bool:
 
 def make_tiles(
     batch: int,
-    queries: Visible,
-    keys: Tokens,
+    rows: Visible | Tokens,
+    others: Visible | Tokens,
     tile_config: TileConfig,
     shared_rows: bool = False,
     shared_keys: bool = False,
 ) -> tuple[Tiles, tuple[Array, ...], Array]:
-    """Make tiles of the rows of a batch, whose sequences may share rows or keys.
+    """Make tiles of the rows of a batch, whose sequences may share rows or others.
+
+    One side are the queries, which see some positions (`Visible`), and the other one the keys (`Tokens`).
 
     Returns:
-      The tiles; (last position seen, segment) of their rows, and with a window the first position seen, `[tiles, rows]`
-      each; and positions and segments of the keys, `[2, Bm, S in whole blocks]`.
+      The tiles; the rows' arrays, `[tiles, rows]` each; and those of the others, `[arrays, Bm, S in whole blocks]`.
+      Arrays of queries are the last position seen, the segment, and where there is a limit, or the queries are the
+      others, the first position seen. Those of keys are the position and the segment.
     """
-    for x in jax.tree.leaves((queries, keys)):
+    for x in jax.tree.leaves((rows, others)):
         if x.dtype != jnp.int32:
             raise TypeError(
                 f'positions and segment ids must be int32 where they are traced for "mosaic_gpu", got {x.dtype}: '
                 'convert them, x.astype("int32"), if their values fit, or take implementation="xla"'
             )
     # Positions may be shared by a batch whose segments are not, and the other way round.
-    queries, keys = (_broadcast_batch(tokens) for tokens in (queries, keys))
-    num_rows = queries.segments.shape[1]
+    rows, others = _broadcast_batch(rows), _broadcast_batch(others)
+    num_rows, num_others = rows.segments.shape[1], others.segments.shape[1]
     per_entry = -(-num_rows // tile_config.block_q)
     # Rows of a tile beyond the end repeat its last row, so that they add no masked blocks.
     padding = ((0, 0), (0, per_entry * tile_config.block_q - num_rows))
-    queries = jax.tree.map(lambda x: jnp.pad(x, padding, mode="edge"), queries)
-    padding = ((0, 0), (0, -keys.positions.shape[1] % tile_config.block_kv))
-    keys = Tokens(jnp.pad(keys.positions, padding), jnp.pad(keys.segments, padding, constant_values=-1))
+    rows = jax.tree.map(lambda x: jnp.pad(x, padding, mode="edge"), rows)
+    padding = ((0, 0), (0, -num_others % tile_config.block_kv))
+    segments = jnp.pad(others.segments, padding, constant_values=-1)
+    others = jax.tree.map(lambda x: jnp.pad(x, padding), others)._replace(segments=segments)
 
-    q_blocks, kv_blocks = summarise_visible(queries, tile_config.block_q), summarise(keys, tile_config.block_kv)
-    entries = max(len(queries.segments), len(keys.positions))
-    num_blocks = kv_blocks.uniform.shape[1]
-    q_blocks, kv_blocks = (
-        jax.tree.map(lambda x: jnp.broadcast_to(x, (entries, x.shape[1])), blocks) for blocks in (q_blocks, kv_blocks)
+    row_blocks, other_blocks = _summarise(rows, tile_config.block_q), _summarise(others, tile_config.block_kv)
+    entries = max(len(rows.segments), len(segments))
+    num_blocks = other_blocks.uniform.shape[1]
+    row_blocks, other_blocks = (
+        jax.tree.map(lambda x: jnp.broadcast_to(x, (entries, x.shape[1])), x) for x in (row_blocks, other_blocks)
     )
-    per_tile = jax.vmap(lambda a, b: block_range(a, b, num_blocks), (0, None))
-    ranges = jax.vmap(per_tile)(q_blocks, kv_blocks)
+
+    def range_of(row_block: Any, other_blocks: Any) -> BlockRange:
+        sides = (row_block, other_blocks) if isinstance(rows, Visible) else (other_blocks, row_block)
+        return block_range(*sides, num_blocks)
+
+    ranges = jax.vmap(jax.vmap(range_of, (0, None)))(row_blocks, other_blocks)
 
     def of_tiles(x: Array) -> Array:
         """`[1 or B, tiles per sequence, ...]` -> `[tiles, ...]`, over the whole batch."""
@@ -174,19 +189,30 @@ def make_tiles(
         q_batch=none if shared_rows else entry,
         q_row=number % per_entry * tile_config.block_q,
         kv=none if shared_keys else entry,
-        kv_tokens=entry if len(keys.positions) > 1 else none,
+        kv_tokens=entry if len(segments) > 1 else none,
         start=of_tiles(ranges.start),
         full_start=of_tiles(ranges.full_start),
         full_stop=of_tiles(ranges.full_stop),
         stop=of_tiles(ranges.stop),
     )
-    last = jnp.full_like(queries.segments, jnp.iinfo(jnp.int32).max) if queries.last is None else queries.last
-    # Padding has segment -1 in rows and -2 in keys, so that it never matches.
-    segments = jnp.where(queries.segments < 0, -1, queries.segments)
-    rows = last, segments, *(() if queries.first is None else (queries.first,))
-    rows = tuple(of_tiles(x.reshape(len(x), per_entry, tile_config.block_q)) for x in rows)
-    tokens = jnp.stack([keys.positions, jnp.where(keys.segments < 0, -2, keys.segments)])
-    return tiles, rows, tokens
+    of_rows = tuple(of_tiles(x.reshape(len(x), per_entry, tile_config.block_q)) for x in _mask_arrays(rows, -1))
+    of_others = _mask_arrays(others, -2)
+    if isinstance(others, Visible) and len(of_others) == 2:
+        of_others += (jnp.full_like(segments, jnp.iinfo(jnp.int32).min),)
+    return tiles, of_rows, jnp.stack(of_others)
+
+
+def _summarise(tokens: Visible | Tokens, block: int) -> Any:
+    return summarise_visible(tokens, block) if isinstance(tokens, Visible) else summarise(tokens, block)
+
+
+def _mask_arrays(tokens: Visible | Tokens, padding: int) -> tuple[Array, ...]:
+    """The arrays of a mask's side, of which padding has a segment that the other side has nowhere."""
+    segments = jnp.where(tokens.segments < 0, padding, tokens.segments)
+    if isinstance(tokens, Tokens):
+        return tokens.positions, segments
+    last = jnp.full_like(segments, jnp.iinfo(jnp.int32).max) if tokens.last is None else tokens.last
+    return last, segments, *(() if tokens.first is None else (tokens.first,))
 
 
 def _broadcast_batch(tokens: Any) -> Any:

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.mask import Tokens, Visible
 from longctx.kernels.attention.mosaic_gpu import make_tiles
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu.backward import BackwardConfig, attention_backward
@@ -42,17 +42,21 @@ def mosaic_gpu_backward(
 
     def run(from_keys: bool, scores: bool, weights: bool) -> list[Array]:
         config = BackwardConfig(from_keys, scores, weights, scale, _tile_config(head_size, from_keys))
-        rows, others, sides = (q, d_out), (k, v), (queries, keys)
+        rows, others = (q, d_out), (k, v)
+        sides: tuple[Visible | Tokens, Visible | Tokens] = rule.visible(queries), keys
         if from_keys:
-            # A query sees keys that are not after it. With positions in reverse order, a key sees queries that are not
-            # before it, and as far away as they see it. (~x is -x - 1, and has no overflow.)
             rows, others = others, rows
-            sides = Tokens(~keys.positions, keys.segments), Tokens(~queries.positions, queries.segments)
+            if queries.first is None and queries.last is None:
+                # A query sees keys that are not after it. With positions in reverse order, a key sees queries that are
+                # not before it, and as far away as they see it. (~x is -x - 1, and has no overflow.) So the kernel
+                # reads one position of each query.
+                reversed_keys = Tokens(~keys.positions, keys.segments)
+                sides = rule.visible(reversed_keys), Tokens(~queries.positions, queries.segments)
+            else:
+                sides = keys, sides[0]
         length = rows[0].shape[-3]
         shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
-        tiles, seen, tokens = make_tiles(
-            batch, rule.visible(sides[0]), sides[1], config.tile_config, shared_rows, shared_keys
-        )
+        tiles, seen, tokens = make_tiles(batch, *sides, config.tile_config, shared_rows, shared_keys)
         results = attention_backward(config, rows, Contiguous(*others, tokens), seen, stats, tiles)
         return [x.reshape(batch, -1, *x.shape[2:])[:, :length] for x in results]
 

@@ -27,7 +27,7 @@ _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 
 class Arguments(NamedTuple):
-    """The checked arrays of a call, as the caller shaped them. Positions and segments are int32, or traced int64."""
+    """The arrays of a call, as the caller shaped them. Once they are checked, integers are int32, or traced int64."""
 
     q: Array
     k: Array
@@ -36,38 +36,24 @@ class Arguments(NamedTuple):
     kv_positions: Any
     q_segment_ids: Any
     kv_segment_ids: Any
+    q_first: Any = None
+    q_last: Any = None
 
 
-def check_arrays(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    q_positions: ArrayLike | Nested | None,
-    kv_positions: ArrayLike | Nested | None,
-    q_segment_ids: ArrayLike | Nested | None,
-    kv_segment_ids: ArrayLike | Nested | None,
-    causal: bool,
-) -> Arguments:
-    """Check arrays `[*B, ...]`. Nothing is computed on a device, except for integers that are wider than int32.
+def check_arrays(arrays: tuple[Any, ...], causal: bool) -> Arguments:
+    """Check the arrays of `Arguments`. Nothing is computed on a device, except for integers wider than int32.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
     """
-    q, k, v = (check_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
+    q, k, v = (check_array(name, x) for name, x in zip("qkv", arrays[:3], strict=True))
     check_types(q, k, v)
-    return Arguments(q, k, v, *check_masks(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal))
+    return check_masks(Arguments(q, k, v, *arrays[3:]), causal)
 
 
-def check_masks(
-    q: Any,
-    k: Any,
-    q_positions: ArrayLike | Nested | None,
-    kv_positions: ArrayLike | Nested | None,
-    q_segment_ids: ArrayLike | Nested | None,
-    kv_segment_ids: ArrayLike | Nested | None,
-    causal: bool,
-) -> tuple[Any, Any, Any, Any]:
-    """Check positions and segments for q and k, arrays or types, and convert them to int32, but for traced int64."""
+def check_masks(arguments: Arguments, causal: bool) -> Arguments:
+    """Check what a query sees, and convert its integers to int32, but for traced int64; q, k and v may be types."""
+    q, k, _, q_positions, kv_positions, q_segment_ids, kv_segment_ids, *_ = arguments
     *batch, q_length, _, _ = q.shape
     kv_length = k.shape[-3]
     if causal and q_length != kv_length and q_positions is None:
@@ -79,27 +65,23 @@ def check_masks(
         raise ValueError("q_positions must be given when causal and kv_positions are")
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given both or neither")
-    return (
-        _check_tokens("q_positions", q_positions, tuple(batch), q_length),
-        _check_tokens("kv_positions", kv_positions, tuple(batch), kv_length),
-        _check_tokens("q_segment_ids", q_segment_ids, tuple(batch), q_length),
-        _check_tokens("kv_segment_ids", kv_segment_ids, tuple(batch), kv_length),
-    )
+    checked = {
+        name: _check_tokens(name, x, tuple(batch), kv_length if name.startswith("kv_") else q_length)
+        for name, x in arguments._asdict().items()
+        if name not in ("q", "k", "v")
+    }
+    return arguments._replace(**checked)
 
 
 def with_batch(arguments: Arguments) -> Operands:
     """The operands with one batch dimension or more, and default positions and segments."""
-    q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids = arguments
-    batch = q.shape[:-3] or (1,)
-    q, k, v = (x if x.ndim > 3 else x[None] for x in (q, k, v))
+    batch = arguments.q.shape[:-3] or (1,)
+    q, k, v = (x if x.ndim > 3 else x[None] for x in arguments[:3])
 
-    def tokens(positions: Any, segments: Any, length: int) -> Tokens:
-        arrays = _defaults(positions, segments, length)
-        return Tokens(*(x if x.shape[:-1] == batch else x[(None,) * len(batch)] for x in arrays))
+    def with_dims(x: Array) -> Array:
+        return x if x.shape[:-1] == batch else x[(None,) * len(batch)]
 
-    return Operands(
-        q, k, v, tokens(q_positions, q_segment_ids, q.shape[-3]), tokens(kv_positions, kv_segment_ids, k.shape[-3])
-    )
+    return Operands(q, k, v, *jax.tree.map(with_dims, _tokens(arguments)))
 
 
 def flatten(arguments: Arguments) -> Operands:
@@ -107,11 +89,9 @@ def flatten(arguments: Arguments) -> Operands:
     return batches.flatten(with_batch(arguments))
 
 
-def flatten_tokens(
-    q_length: int, kv_length: int, q_positions: Any, kv_positions: Any, q_segment_ids: Any, kv_segment_ids: Any
-) -> tuple[Tokens, Tokens]:
+def flatten_tokens(arguments: Arguments) -> tuple[Tokens, Tokens]:
     """Queries' and keys' tokens `[1 or B, T]` and `[1 or B, S]`, with default positions and segments."""
-    return _tokens(q_positions, q_segment_ids, q_length), _tokens(kv_positions, kv_segment_ids, kv_length)
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), _tokens(arguments))
 
 
 def check_kernel(
@@ -294,11 +274,14 @@ def _check_tokens(name: str, x: ArrayLike | Nested | None, batch: tuple[int, ...
     return tokens
 
 
-def _tokens(positions: Any, segments: Any, length: int) -> Tokens:
-    """Positions and segments as `[1 or batch, length]`."""
-    return Tokens(*(x.reshape(math.prod(x.shape[:-1]), length) for x in _defaults(positions, segments, length)))
+def _tokens(arguments: Arguments) -> tuple[Tokens, Tokens]:
+    """Queries' and keys' tokens, with default positions and segments."""
+    q, k, _, q_positions, kv_positions, q_segment_ids, kv_segment_ids, *limits = arguments
 
+    def tokens(positions: Any, segments: Any, length: int, limits: Sequence[Any] = ()) -> Tokens:
+        positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+        segments = jnp.zeros(length, jnp.int32) if segments is None else segments
+        return jax.tree.map(jnp.asarray, Tokens(positions, segments, *limits))
 
-def _defaults(positions: Any, segments: Any, length: int) -> tuple[Array, Array]:
-    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else jnp.asarray(positions)
-    return positions, jnp.zeros(length, jnp.int32) if segments is None else jnp.asarray(segments)
+    queries = tokens(q_positions, q_segment_ids, q.shape[-3], limits)
+    return queries, tokens(kv_positions, kv_segment_ids, k.shape[-3])

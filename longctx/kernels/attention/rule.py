@@ -45,6 +45,7 @@ class AttentionRule(NamedTuple):
         first = None if before is None else jnp.maximum(positions, limits.min + before) - before
         last = None if after is None else jnp.minimum(positions, limits.max - after) + after
         last = positions if self.causal else last
+        first, last = _tighter(jnp.maximum, first, queries.first), _tighter(jnp.minimum, last, queries.last)
         return Visible(first, last, queries.segments)
 
     def scores(self, products: Array) -> Array:
@@ -71,3 +72,8 @@ class AttentionRule(NamedTuple):
         if self.bias is not None:
             bias = jnp.asarray(self.bias(bias, q_positions, kv_positions))
         return jnp.where(bias, scores, -jnp.inf) if bias.dtype == bool else scores + bias.astype(scores.dtype)
+
+
+def _tighter(choose: Callable[[Array, Array], Array], limit: Array | None, own: Array | None) -> Array | None:
+    """The tighter of two limits, None where there is neither."""
+    return own if limit is None else limit if own is None else choose(limit, own)

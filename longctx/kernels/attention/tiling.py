@@ -177,7 +177,7 @@ class Tile(NamedTuple):
         """Bool `[R, kv_block]`: whether a row sees a key of the block."""
         tiling, first_key = self.tiling, self._first_key(index)
         queries = jax.tree.map(lambda x: self._tokens(x, self.first, tiling.q_block), tiling.queries)
-        keys = Tokens(*(self._tokens(x, first_key, tiling.kv_block) for x in tiling.keys))
+        keys = jax.tree.map(lambda x: self._tokens(x, first_key, tiling.kv_block), tiling.keys)
         seen = visible(queries, keys)[0]
         # The last block, moved back, repeats keys of the block before, which has counted them.
         seen &= (first_key + jnp.arange(tiling.kv_block) >= index * tiling.kv_block)[None, :]

@@ -16,7 +16,11 @@ from longctx.kernels.mosaic_gpu.work import Tile
 
 
 class Contiguous(NamedTuple):
-    """Keys and values `[B, S, K, H]` (or one `[2, B, S, K, H]` of both, twice), and tokens `[2, B, S]`, padded."""
+    """Keys and values `[B, S, K, H]` (or one `[2, B, S, K, H]` of both, twice), and the mask's arrays, padded.
+
+    These are what `make_tiles` returned, `[2, B, S]` of keys. Backward, from the keys' side, k and v are q and d_out,
+    and where queries have limits of their own there are `[3, B, S]`.
+    """
 
     k: Any
     v: Any
@@ -53,9 +57,12 @@ class Contiguous(NamedTuple):
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
         """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
         at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
-        positions, segments = (broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
-        last, of_rows, *first = (broadcast(x, shape, 0) for x in rows)
-        seen = (positions <= last) & (segments == of_rows)
+        of_others = [broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in range(self.tokens.shape[0])]
+        of_rows = [broadcast(x, shape, 0) for x in rows]
+        are_queries = len(of_others) == 3
+        (last, segments, *first), keys = (of_others, of_rows) if are_queries else (of_rows, of_others)
+        positions, of_keys = keys
+        seen = (positions <= last) & (of_keys == segments)
         return seen & (positions >= first[0]) if first else seen
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:

@@ -46,7 +46,8 @@ class PagedKernel:
         positions, written = slots(operands)
         sequence = jnp.arange(len(written), dtype=jnp.int32)[:, None, None]
         keys = Tokens(*(x.reshape(1, -1) for x in (positions, jnp.where(written, sequence, -1))))
-        queries = Tokens(operands.q_positions[None], operands.q_sequence[None])
+        of_rows = operands.q_positions, operands.q_sequence, operands.q_first
+        queries = Tokens(*jax.tree.map(lambda x: x[None], of_rows))
         kernel = Kernel(planned.plan.implementation, self.rule)
 
         def gather(*pages: Array) -> tuple[Array, ...]:

@@ -32,7 +32,7 @@ class MosaicGpuPlan(NamedTuple):
 
     token: Array  # [rows], the row of q and the head of its group that a row of the kernel takes
     head: Array  # [rows]
-    seen: tuple[Array, ...]  # [tiles, block_q], the last slot that each row sees and, with a window, the first
+    seen: tuple[Array, ...]  # [tiles, block_q], the last slot that each row sees and, where there is a limit, the first
     work: Work
     place: Array  # [T, G], tile * block_q + row: where the rows of a row of q are; -1: it is padding
 
@@ -111,8 +111,9 @@ def plan_mosaic_gpu(
     tile_seen = jnp.where(used[:, None], seen[token][of_tile], 0)
     rows_seen: tuple[Array, ...] = (tile_seen - 1,)
     start = full_start = jnp.zeros_like(tile)
-    if before is not None:
-        unseen = _count_slots(operands, jnp.maximum(operands.q_positions, 0) - before - 1, operands.q_sequence)
+    first_seen = operands.first_seen(before)
+    if first_seen is not None:
+        unseen = _count_slots(operands, first_seen - 1, operands.q_sequence)
         tile_unseen = jnp.where(used[:, None], jnp.where(real, unseen, 0)[token][of_tile], 0)
         rows_seen += (tile_unseen,)
         start = jnp.min(tile_unseen, 1) // tile_config.block_kv
@@ -131,7 +132,7 @@ def plan_mosaic_gpu(
         full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
         stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
-    if before is not None:
+    if first_seen is not None:
         stop = jnp.maximum(tiles.stop, start)
         full_start = jnp.clip(full_start, start, stop)
         tiles = tiles._replace(full_start=full_start, full_stop=jnp.clip(tiles.full_stop, full_start, stop), stop=stop)

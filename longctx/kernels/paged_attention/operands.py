@@ -16,7 +16,7 @@ from longctx.kernels.fp8_rows import dequantize_rows
 
 
 class PagedOperands(NamedTuple):
-    """q `[T, N, H]` and pages `[pages, page_size, K, H]`; metadata int32, as `paged_attention` describes them.
+    """q `[T, N, H]`, pages `[pages, page_size, K, H or Hv]`; metadata int32, as `paged_attention` describes them.
 
     FP8 pages are uint8, and their scales `[pages, K, page_size]` float32; None: the pages are not FP8.
     """
@@ -32,6 +32,23 @@ class PagedOperands(NamedTuple):
     first_page: Array  # []
     k_scale: Array | None = None
     v_scale: Array | None = None
+    q_first: Array | None = None  # [T]
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """The shape `[T, N, Hv]` of results."""
+        return self.q.shape[0], self.q.shape[1], self.v_pages.shape[3]
+
+    def first_seen(self, before: int | None) -> Array | None:
+        """Return the first position, 0 or more, that each row sees `[T]`; None: all see those from 0 on.
+
+        A row sees no key more than `before` tokens before it; None: any.
+        """
+        first = None if self.q_first is None else jnp.maximum(self.q_first, 0)
+        if before is None:
+            return first
+        of_window = jnp.maximum(jnp.maximum(self.q_positions, 0) - before, 0)
+        return of_window if first is None else jnp.maximum(of_window, first)
 
 
 def check_paged_operands(
@@ -46,6 +63,7 @@ def check_paged_operands(
     first_page: ArrayLike,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    q_first: ArrayLike | Nested | None = None,
 ) -> PagedOperands:
     """Check all arguments of `paged_attention`. Metadata of NumPy stay NumPy's.
 
@@ -62,8 +80,13 @@ def check_paged_operands(
     if heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k_pages' heads: {q.shape} and {k_pages.shape}")
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
-    scales = k_scale, v_scale
-    return PagedOperands(q, k_pages, v_pages, *metadata, check_int32_of("first_page", first_page, ()), *scales)
+    first, scales = check_int32_of("first_page", first_page, ()), (k_scale, v_scale)
+    return PagedOperands(q, k_pages, v_pages, *metadata, first, *scales, check_q_first(q_first, q.shape[0]))
+
+
+def check_q_first(q_first: ArrayLike | Nested | None, num_rows: int) -> Any:
+    """Check the first positions that rows see, and convert them to int32."""
+    return None if q_first is None else check_int32_of("q_first", q_first, (num_rows,))
 
 
 def check_metadata(
@@ -98,8 +121,8 @@ def check_pages(
     """Check pages, and scales where there are any.
 
     Args:
-      k_pages, v_pages: `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits; with
-        scales, of float8_e4m3fn or its bits.
+      k_pages, v_pages: `[pages, page_size, K, H]` and `[pages, page_size, K, Hv]` of `dtype` (that of the argument
+        named `of`) or of its bits; with scales, of float8_e4m3fn or its bits.
       k_scale, v_scale: float32 `[pages, K, page_size]`, or None.
 
     Returns:
@@ -110,13 +133,14 @@ def check_pages(
     is_fp8 = k_scale is not None or v_scale is not None
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         _check_page_dtype(name, x.dtype, dtype, of, is_fp8)
-    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
         raise ValueError(
-            f"k_pages and v_pages must have one shape and dtype, got {k_pages.shape} of {k_pages.dtype} "
-            f"and {v_pages.shape} of {v_pages.dtype}"
+            f"k_pages and v_pages must have one shape, but for the head size, and one dtype, got {k_pages.shape} of "
+            f"{k_pages.dtype} and {v_pages.shape} of {v_pages.dtype}"
         )
-    if 0 in k_pages.shape[1:]:
-        raise ValueError(f"k_pages must have a page size, heads and a head size over 0, got {k_pages.shape}")
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name} must have a page size, heads and a head size over 0, got {x.shape}")
     if not is_fp8:
         return k_pages, v_pages, None, None
     scales = (_check_scale(name, x, k_pages.shape) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))

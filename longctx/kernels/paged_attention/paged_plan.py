@@ -20,7 +20,7 @@ from longctx.kernels.attention.operands import Implementation, Window, check_imp
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
-from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
+from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata, check_q_first
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
 
@@ -58,7 +58,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("data",),
-    meta_fields=("implementation", "window", "shapes", "is_fp8", "empty"),
+    meta_fields=("implementation", "window", "has_q_first", "shapes", "is_fp8", "empty"),
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
@@ -67,6 +67,7 @@ class PagedPlan:
     Attributes:
       implementation: which it serves.
       window: how many tokens before a row it sees; None: any number.
+      has_q_first: whether it is for a `q_first`.
       shapes: of q, of the pages and of the page table that it serves.
       is_fp8: whether the pages are FP8.
       empty: whether there is no row or no page.
@@ -85,6 +86,7 @@ class PagedPlan:
 
     implementation: str
     window: int | None
+    has_q_first: bool
     shapes: tuple[tuple[int, ...], ...]
     is_fp8: bool  # the pages
     empty: bool  # no row, or no page
@@ -104,6 +106,8 @@ def plan_paged_attention(
     q_dtype: DTypeLike | None = None,
     max_rows_per_sequence: int | None = None,
     reserved_multiprocessors: int = 0,
+    *,
+    q_first: Int[ArrayLike, "T"] | Nested | None = None,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
@@ -111,7 +115,8 @@ def plan_paged_attention(
 
     Args:
       num_heads: query heads N.
-      k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read.
+      k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read. Values of another size have the
+        same plan, but name an implementation that takes them.
       page_table, page_index, kv_lengths, q_positions, q_sequence, window: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
@@ -120,6 +125,7 @@ def plan_paged_attention(
         which take more tiles. None: any number.
       reserved_multiprocessors: how many multiprocessors "mosaic_gpu" leaves to kernels that run beside it, such as
         NCCL's, a Python integer.
+      q_first: as for `paged_attention`, which then takes it too.
 
     Returns:
       A `PagedPlan` for calls with these shapes and metadata.
@@ -161,15 +167,15 @@ def plan_paged_attention(
         raise ValueError(f"reserved_multiprocessors must be an integer of 0 or more, got {reserved_multiprocessors!r}")
     limits = check_window(window)[0], max_rows_per_sequence, int(reserved_multiprocessors)
     chosen = choose_implementation(names, q.dtype, pages)
-    return _plan(q, pages, chosen, limits, metadata)
+    return _plan(q, pages, chosen, limits, metadata, check_q_first(q_first, num_rows))
 
 
 @kernel_jit("q", "pages", "implementation", "limits", inline=True)
 def _plan(
-    q: Any, pages: Any, implementation: str, limits: tuple[int | None, int | None, int], metadata: Any
+    q: Any, pages: Any, implementation: str, limits: tuple[int | None, int | None, int], metadata: Any, q_first: Any
 ) -> PagedPlan:
-    arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
-    operands = PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0))
+    arrays: tuple[tuple[Any, Any, Any, Any, Any], Any] = jax.tree.map(jnp.asarray, (metadata, q_first))
+    operands = PagedOperands(q, pages, pages, *arrays[0], first_page=jnp.int32(0), q_first=arrays[1])
     return make_plan(operands, implementation, *limits)
 
 
@@ -180,13 +186,17 @@ def make_plan(operands: PagedOperands, implementation: str, before: int | None, 
         check_constant(implementation, T=q.shape[0], M=operands.page_table.shape[1])
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
     data = None if empty else IMPLEMENTATIONS[implementation][0](operands, before, *limits)
-    return PagedPlan(implementation, before, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
+    has_q_first, is_fp8 = operands.q_first is not None, k_pages.dtype in (BITS, E4M3)
+    return PagedPlan(implementation, before, has_q_first, shapes_of(operands), is_fp8, empty, data)
 
 
-def choose_implementation(names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, has_soft_cap: bool = False) -> str:
-    """`selection.choose` for queries of a dtype and pages: an array, or its type."""
+def choose_implementation(
+    names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, value_size: int | None = None, has_soft_cap: bool = False
+) -> str:
+    """`selection.choose` for queries of a dtype and pages: an array, or its type; `value_size` None is that of keys."""
     case = selection.Case.of_pages(q_dtype, k_pages)
-    return selection.choose(names, case._replace(has_soft_cap=has_soft_cap))
+    value_size = case.value_size if value_size is None else value_size
+    return selection.choose(names, case._replace(value_size=value_size, has_soft_cap=has_soft_cap))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,7 @@ can move it out of a scan over layers (on CPU all of it, on GPU about half) and 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,7 +24,8 @@ class Tiles(NamedTuple):
     sequence: Array
     num_full: Array  # number of leading page table entries of which all rows see every key
     num_entries: Array  # number of leading entries of which some row sees some key
-    # With a window: the numbers of leading entries of which no row sees a key, and of which some row does not see all.
+    # Where rows don't see all before them: the numbers of leading entries of which no row sees a key, and of which some
+    # row does not see all.
     first_entry: Array | None = None
     first_full: Array | None = None
 
@@ -60,34 +62,45 @@ def partition_rows(operands: PagedOperands, sizes: tuple[int, ...], before: int 
 
     ends = np.cumsum(capacities)
     parts = [slice(end - capacity, end) for end, capacity in zip(ends, capacities, strict=True)]
-    extremes = [
-        _extremes(operands.q_positions, size, first[part], stop[part]) for size, part in zip(sizes, parts, strict=True)
-    ]
-    lowest, highest = (jnp.concatenate(x) for x in zip(*extremes, strict=True))
-    found = first, stop, sequence, *_count_entries(operands, lowest, highest, sequence, before)
+
+    def extremes(x: Array) -> tuple[Array, Array]:
+        """The lowest and the highest value in the rows of each tile."""
+        found = [_extremes(x, size, first[part], stop[part]) for size, part in zip(sizes, parts, strict=True)]
+        lowest, highest = (jnp.concatenate(x) for x in zip(*found, strict=True))
+        return lowest, highest
+
+    positions, first_seen = jax.tree.map(extremes, (operands.q_positions, operands.first_seen(before)))
+    found = first, stop, sequence, *_count_entries(operands, positions, first_seen, sequence)
     return [Tiles(number[level, -1], *(x[part] for x in found)) for level, part in enumerate(parts)]
 
 
-def _extremes(positions: Array, size: int, first: Array, stop: Array) -> tuple[Array, Array]:
-    """The lowest and the highest position of each tile `[n]` of one size."""
+def _extremes(x: Array, size: int, first: Array, stop: Array) -> tuple[Array, Array]:
+    """The lowest and the highest value of x `[T]`, -1 or more, in each tile `[n]` of one size."""
     rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     own = rows < stop[:, None]
-    positions = positions[jnp.minimum(rows, positions.shape[0] - 1)]
-    lowest = jnp.min(jnp.where(own, positions, jnp.iinfo(jnp.int32).max), 1)
-    return lowest, jnp.max(jnp.where(own, positions, -1), 1)
+    x = x[jnp.minimum(rows, x.shape[0] - 1)]
+    return jnp.min(jnp.where(own, x, jnp.iinfo(jnp.int32).max), 1), jnp.max(jnp.where(own, x, -1), 1)
 
 
 def _count_entries(
-    operands: PagedOperands, lowest: Array, highest: Array, sequence: Array, before: int | None
+    operands: PagedOperands,
+    positions: tuple[Array, Array],
+    first_seen: tuple[Array, Array] | None,
+    sequence: Array,
 ) -> tuple[Array, ...]:
-    """Compute `num_full`, `num_entries` and, with a window, `first_entry` and `first_full` of tiles `[n]`."""
+    """Compute `num_full`, `num_entries` and, with a `first_seen`, `first_entry` and `first_full` of tiles `[n]`.
+
+    Args:
+      positions: the lowest and the highest of each tile's rows.
+      first_seen: the lowest and the highest of the first positions that they see. None: they see all before them.
+    """
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
-    last_key = operands.kv_lengths[sequence] - 1
+    (lowest, highest), last_key = positions, operands.kv_lengths[sequence] - 1
     num_full = (jnp.minimum(lowest, last_key) + 1) // page_size
     first_unseen: tuple[Array, ...] = num_full, jnp.minimum(highest, last_key) // page_size + 1
-    if before is not None:
-        first_seen, first_seen_by_all = (jnp.maximum(jnp.maximum(x, 0) - before, 0) for x in (lowest, highest))
-        first_unseen = *first_unseen, first_seen // page_size, -(-first_seen_by_all // page_size)
+    if first_seen is not None:
+        seen_by_some, seen_by_all = first_seen
+        first_unseen = *first_unseen, seen_by_some // page_size, -(-seen_by_all // page_size)
     page = jnp.stack(first_unseen)
     if operands.page_index is None:
         return tuple(jnp.clip(page, 0, num_entries))
