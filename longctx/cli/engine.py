@@ -144,7 +144,7 @@ class EngineLoader:
 
     def load(self, config: EngineConfig, **more: Any) -> Engine:
         """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels."""
-        model, params = load_checkpoint(self.path, self.mesh, self.dtype)
+        model, params = load_checkpoint(self.path, self.mesh, self.dtype, ffn=self.plan.ffn)
         self.console.note(describe_kernels(model, config, self.dtype))
         self.subject, predictor = subject(model, params, config, self.plan), None
         if getattr(self._options, "profile", None) is not None:

@@ -14,7 +14,7 @@ _Bytes = TypeVar("_Bytes", int, float)
 _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
-def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
+def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2, ffn_ranks: int = 1) -> int:
     """Compute the bytes of the weights on each of `stage * tensor` devices, with the layers of the largest stage.
 
     Args:
@@ -22,6 +22,7 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
       stage: pipeline stages, at most the model's layers.
       tensor: divides the heads, and the KV heads or is a multiple of them.
       dtype_bytes: bytes of a number that is not quantised.
+      ffn_ranks: context ranks that output projections and feed-forward are sharded over (`ParallelPlan.ffn`).
 
     Returns:
       Bytes on each device.
@@ -32,13 +33,13 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
       2.008031232
     """
     hidden, size = config.hidden_size, config.head_dim
-    heads, ffn = config.num_heads * size // tensor, config.intermediate_size // tensor
+    heads, ffn = config.num_heads * size // tensor, config.intermediate_size // (tensor * ffn_ranks)
     kv_heads = max(1, config.num_kv_heads // tensor) * size
     matrices = {  # outputs and inputs on a device
         "wq": (heads, hidden),
         "wk": (kv_heads, hidden),
         "wv": (kv_heads, hidden),
-        "wo": (hidden, heads),
+        "wo": (hidden, heads // ffn_ranks),
         "w_gate": (ffn, hidden),
         "w_up": (ffn, hidden),
         "w_down": (hidden, ffn),

@@ -36,7 +36,7 @@ _LAYERS: dict[str, tuple[str, Axes]] = {
     "bv": ("self_attn.v_proj.bias", ("kv_head head_dim",)),
     "q_norm": ("self_attn.q_norm.weight", ("head_dim",)),
     "k_norm": ("self_attn.k_norm.weight", ("head_dim",)),
-    "wo": ("self_attn.o_proj.weight", ("hidden", "head head_dim")),
+    "wo": ("self_attn.o_proj.weight", ("hidden", "out_head head_dim")),
     "mlp_norm": ("post_attention_layernorm.weight", ("hidden",)),
     "bo": ("self_attn.o_proj.bias", ("hidden",)),
     "sinks": ("self_attn.sinks", ("head",)),

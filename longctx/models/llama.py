@@ -161,6 +161,7 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
         run_layer: LayerFunction | None = None,
         sliding: Bool[ArrayLike, " layers"] | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
@@ -175,7 +176,7 @@ class Llama:
           rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
           attend: as for `forward`; it counts these layers from 0.
           cache: as for `forward`.
-          psum, pmax: as for `layer`.
+          psum, pmax, gather: as for `layer`.
           run_layer: what runs a layer, `(weights, index, x, cache, is_sliding) -> (x, cache)`, such as `layer` with
             remat. None: `layer` itself.
           sliding: which of these layers have the sliding window, bool, a row of `sliding`; may be traced. None: the
@@ -191,7 +192,7 @@ class Llama:
         def plain(
             weights: Params, index: Array, x: Array, cache: Cache, is_sliding: Array | None
         ) -> tuple[Array, Cache]:
-            return self.layer(weights, index, x, rope, attend, cache, psum, pmax, is_sliding)
+            return self.layer(weights, index, x, rope, attend, cache, psum, pmax, gather, is_sliding)
 
         def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params, Array | None]) -> Any:
             x, cache = carry
@@ -226,6 +227,7 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
         is_sliding: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through one layer.
@@ -234,6 +236,10 @@ class Llama:
         wo and w_down; `psum` sums the products with the latter two over the devices. Where these are quantised, `pmax`
         gives each row of their inputs its maximum over the devices.
 
+        Devices that share these weights may have rows of their own, as in sequence parallelism. Then `gather` makes the
+        rows of all of the feed-forward's inputs, `attend` returns them with the heads of this device's wo, and `psum`
+        gives each device the sums of its rows.
+
         Args:
           params: the layer's parameters; 16-bit ones may be bits.
           index: int32, what `attend` is told.
@@ -241,6 +247,7 @@ class Llama:
           rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
           attend, cache: as for `forward`.
           psum, pmax: the sum and the maximum of an array over the devices of tensor parallelism.
+          gather: of this device's rows `[*B, T, D]` those of all devices.
           is_sliding: whether the layer has the sliding window. None: the model has none.
 
         Returns:
@@ -249,7 +256,7 @@ class Llama:
         is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
         weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
         x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax, is_sliding)
-        return self.feed_forward(weights, x, psum, pmax), cache
+        return self.feed_forward(weights, x, psum, pmax, gather), cache
 
     def attention(
         self,
@@ -310,18 +317,19 @@ class Llama:
         x: Float[Array, "*B T D"],
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
     ) -> Float[Array, "*B T D"]:
         """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself.
 
         Args:
           weights: the layer's parameters, no bits.
           x: hidden states `[*B, T, D]`, floating point.
-          psum, pmax: as for `layer`.
+          psum, pmax, gather: as for `layer`.
 
         Returns:
           Hidden states `[*B, T, D]`.
         """
-        normed = self._rms_norm(x, weights["mlp_norm"])
+        normed = gather(self._rms_norm(x, weights["mlp_norm"]))
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
         if not self.config.gemma_style:
             return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))

@@ -23,7 +23,7 @@ from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 
-_OVER_HEADS = ("head", "kv_head", "intermediate")
+_OVER_HEADS = ("head", "out_head", "kv_head", "intermediate")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from longctx.models.validation import check_integer, check_kv_dtype, check_real,
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.window_pages import WindowNeeds, window_span
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.scheduler.policy import Policy, make_policy
+from longctx.serving.scheduler.policy import Policy, PolicyName, make_policy
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import Count, Positive, Range, Share, check_fields, check_text
 
@@ -84,7 +84,7 @@ class EngineConfig:
     max_running: Positive = 64
     max_length: Positive | None = None
     token_budget: Positive = 512
-    policy: str | Policy = "ilrs"
+    policy: PolicyName | Policy = "ilrs"
     chunking: str = "adaptive"
     max_share: Share = 0.5
     slo: Slo = field(default_factory=Slo)

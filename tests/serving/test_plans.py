@@ -228,6 +228,18 @@ def record(engine: Engine) -> list[Batch]:
         (ParallelPlan(1, 1, 3), {}, 8, "tensor must divide the model's 4 query heads, got 3"),
         (ParallelPlan(1, 1, 4), {"intermediate_size": 6}, 8, "6 feed-forward columns"),
         (ParallelPlan(1, 1, 4), {"num_heads": 12, "num_kv_heads": 6}, 8, "6 KV heads or be a multiple of them, got 4"),
+        (
+            ParallelPlan(1, 4, 2, ffn="all"),
+            {},
+            8,
+            r"context \* tensor must divide the model's 4 query heads with ffn='all'",
+        ),
+        (
+            ParallelPlan(1, 3, 1, ffn="all"),
+            {"num_heads": 6, "num_kv_heads": 2, "intermediate_size": 8},
+            8,
+            "8 feed-forward columns with",
+        ),
     ],
 )
 def test_plans_that_do_not_suit_a_model_are_refused(
@@ -245,6 +257,7 @@ def test_plans_that_do_not_suit_a_model_are_refused(
         ({"exchange": "ring"}, ValueError, "exchange must be one of auto, kvp, pass_q, pass_kv"),
         ({"placement": "random"}, ValueError, "placement must be one of grow, interleave"),
         ({"rank_tokens": 0}, ValueError, "rank_tokens must be"),
+        ({"ffn": "context"}, ValueError, "ffn must be one of tensor, all, got 'context'"),
     ],
 )
 def test_invalid_plans_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

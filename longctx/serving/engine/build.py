@@ -112,7 +112,7 @@ def _exchange_rule(
     if link is None:
         costs = None
         if topology is not None:
-            sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
+            sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context, "ffn": plan.ffn}
             most, kv_dtype = config.token_budget, config.kv_dtype
             found = roofline(model, topology, most, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
             costs, link = found, found.exchange

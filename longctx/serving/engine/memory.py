@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from longctx.models import Llama
 from longctx.models.footprint import layer_cache_bytes
+from longctx.models.params import Ffn
 from longctx.models.sharded_params import abstract_sharded_params
 from longctx.parallel.topology import AXES
 from longctx.serving.config import EngineConfig
@@ -46,8 +47,10 @@ def estimate(
       is_loaded: whether the parameters are loaded already.
       plan: of the mesh; None: pages grow from rank to rank.
     """
-    weights, sizes = param_bytes(model, mesh, dtype), page_bytes(model, config, mesh, dtype)
-    slots, temporaries = _slot_bytes(model, config, mesh, dtype, max_length), _temporary_bytes(model, config, mesh)
+    plan = plan or ParallelPlan(**{axis: mesh.shape[axis] for axis in AXES})
+    weights, sizes = param_bytes(model, mesh, dtype, plan.ffn), page_bytes(model, config, mesh, dtype)
+    slots = _slot_bytes(model, config, mesh, dtype, max_length)
+    temporaries = _temporary_bytes(model, config, mesh, plan.ffn)
     memory = DeviceMemory.of(mesh.local_devices)
     if memory is None:
         limit, count = available_bytes() or _UNKNOWN, len(mesh.local_devices)
@@ -147,11 +150,12 @@ def _transfer_bytes(config: EngineConfig, mesh: Mesh, page: int) -> int:
     return read_bytes(config, mesh.shape["context"], page) + PLACED_BYTES + 2 * MAX_BUCKET_BYTES
 
 
-def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh) -> int:
+def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh, ffn: Ffn) -> int:
     """Bytes of a step's temporaries, roughly: activations of a layer, or all logits as they are sorted."""
     local, tensor = model.config, mesh.shape["tensor"]
     wide = 3 * local.intermediate_size // tensor + 3 * local.num_heads * local.head_dim // tensor
-    activations = 4 * config.token_budget * (4 * local.hidden_size + wide)
+    gathered = 2 * mesh.shape["context"] if ffn == "all" else 0  # the feed-forward's inputs and products, of all ranks
+    activations = 4 * config.token_budget * ((4 + gathered) * local.hidden_size + wide)
     return max(activations, 32 * config.max_running * local.vocab_size)
 
 
@@ -165,9 +169,9 @@ def _slot_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike
     return config.max_running * slot + (rows * row if stages > 1 else 0)
 
 
-def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike, ffn: Ffn = "tensor") -> int:
     """Bytes of the parameters that each device has."""
-    params = abstract_sharded_params(model.config, mesh, dtype)
+    params = abstract_sharded_params(model.config, mesh, dtype, ffn=ffn)
     if model.config.tie_embeddings and mesh.shape["stage"] * mesh.shape["tensor"] == 1:
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
     leaves = jax.tree.leaves(params)

@@ -188,6 +188,7 @@ def resolve(
             element_bytes=element_bytes,
             kv_dtype=config.kv_dtype,
             buckets=config.row_buckets if plan.context == 1 else (),
+            ffn=plan.ffn,
             **sizes,
         )
     check_predictor(predictor, config.token_budget)

@@ -226,7 +226,7 @@ class DeviceExecutor:
         head_dim, entries = model.config.head_dim, -(-max_length // config.page_size)
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         sizes = config.page_size, config.max_running, entries, config.step_rows(plan).largest
-        runner = ModelRunner(model, params, mesh, None, *sizes, config.kv_dtype)
+        runner = ModelRunner(model, params, mesh, None, *sizes, config.kv_dtype, plan.ffn)
 
         def compile_largest(num_pages: int) -> list[Any]:
             shapes = StepShapes(model.config, config, plan, num_pages, entries, element_bytes)

@@ -143,4 +143,5 @@ class StepShapes:
 
     def _shape(self, rows: Rows, exchange: str = "pass_q", message: Message = NOTHING_CACHED) -> Shape:
         sizes = (self._config.max_running, self._config.page_size, self._num_pages, self._num_top, self._plan.context)
-        return Shape.of(rows, *sizes, exchange, *message, num_window_pages=self.num_window_pages)
+        windows = self.num_window_pages
+        return Shape.of(rows, *sizes, exchange, *message, ffn=self._plan.ffn, num_window_pages=windows)

@@ -12,7 +12,11 @@ from jaxtyping import Int, Shaped
 from longctx.kernels import paged_attention, plan_paged_attention
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.paged_attention import PagedPlan
+from longctx.kernels.partitioning import match_varying
+from longctx.parallel.exchange import part_of_rank
+from longctx.parallel.helix import merge_to_heads
 from longctx.parallel.kvp import merge_over_ranks
+from longctx.serving.runner.ffn_rows import FfnRows
 from longctx.serving.runner.gathered_keys import FirstOf, GatheredKeys, RowMetadata
 from longctx.serving.runner.key_ring import KeyRing
 from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
@@ -104,15 +108,18 @@ class PagedAttend:
         first_page = layer * self.shape.num_pages if self.first_pages is None else self.first_pages[layer]
         pages = jnp.where(rows.pages >= 0, rows.pages + first_page, -1)
         new = NewKeys.of(cache, *_finite_values(k, v), pages, self.offsets)
-        outs = []
+        no_rows = q[:0]
+        out, replicated, local = no_rows, no_rows, no_rows
         # Rows of the other kinds come last: what reads the cache after all have written needs no copy of it.
         if rows.sharded is None:
             cache = new.write(cache, new.kv, 0)
         else:
             out, cache = rows.sharded(cache, rows.tables, first_page, q[:sharded], new, sinks)
-            outs.append(out)
         if rows.unsharded is not None:
-            outs.append(rows.unsharded(cache, rows.tables, first_page, q[sharded:], sinks))
+            replicated, local = rows.unsharded(cache, rows.tables, first_page, q[sharded:], sinks)
+        if self.shape.shares_ffn:
+            return FfnRows.of(self.shape).heads(out, replicated, local), cache
+        outs = [part for part in (out, replicated, local) if part.shape[0]]
         return (outs[0] if len(outs) == 1 else jnp.concatenate(outs)), cache
 
     @property
@@ -218,16 +225,18 @@ class _UnshardedRows:
 
     def __call__(
         self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, sinks: Array | None
-    ) -> Array:
+    ) -> tuple[Array, Array]:
+        """The results of replicated and of local rows; of the former this rank's heads, if ranks share what follows."""
         replicated = self.shape.replicated
         # Partial states stay float32 until they are merged, and until sinks, which count once, are added.
         dtype = jnp.float32 if replicated or sinks is not None else None
         options: Any = self.metadata._asdict() | cache.scales | {"plan": self.plan, "out_dtype": dtype}
         out, lse = paged_attention(q, cache.k, cache.v, *tables, first_page=first_page, **options)
-        if self.groups is None:
-            return with_sinks((out, lse), sinks)[0].astype(q.dtype)
-        merged = merge_over_ranks(
-            out[:replicated], lse[:replicated], self.groups, out_dtype=q.dtype if sinks is None else None
-        )
-        states = merged, (out[replicated:], lse[replicated:])
-        return jnp.concatenate([with_sinks(state, sinks)[0].astype(q.dtype) for state in states])
+        local, _ = with_sinks((out[replicated:], lse[replicated:]), sinks)
+        state = out[:replicated], lse[:replicated]
+        if self.groups is not None and self.shape.shares_ffn:
+            state = merge_to_heads(*state)
+            sinks = None if sinks is None else part_of_rank(match_varying(sinks, "context"), "context", 0)
+        elif self.groups is not None:
+            state = merge_over_ranks(*state, self.groups, out_dtype=q.dtype if sinks is None else None)
+        return with_sinks(state, sinks)[0].astype(q.dtype), local.astype(q.dtype)

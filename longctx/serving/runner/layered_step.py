@@ -20,8 +20,8 @@ from longctx.models.params import Params
 from longctx.models.rope import Rope
 from longctx.models.sharded_params import layer_specs, sharded_specs
 from longctx.parallel.mesh import named_sharding, shard_map
-from longctx.parallel.tensor import psum
 from longctx.serving.runner.attention import PagedAttend
+from longctx.serving.runner.ffn_rows import collectives_of
 from longctx.serving.runner.paged_cache import PagedCache, PageTables
 from longctx.serving.runner.sample_step import outer_params
 from longctx.serving.runner.step import (
@@ -158,11 +158,12 @@ def _step_layer(
         x, rope, attend = _squeeze(shared)
         sliding = sliding_of_stage(model, mesh)
         kind: Any = {} if sliding is None else {"is_sliding": sliding[index]}
-        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, lambda x: psum(x, "tensor"), **kind)
+        collectives = collectives_of(attend.shape)
+        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives, **kind)
         return x[None], cache
 
     cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"], cache.is_fp8).cache
-    specs = layer_specs(weights, model.config, mesh), P(), _EACH, cache_specs
+    specs = layer_specs(weights, model.config, mesh, attend.shape.ffn), P(), _EACH, cache_specs
     return shard_map(on_device, mesh, specs, (_EACH, cache_specs))(weights, index, (x, rope, attend), cache)
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.fp8 import E4M3
 from longctx.models import Llama, LlamaConfig
-from longctx.models.params import Params
+from longctx.models.params import Ffn, Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.kv_cache.connector import PageBlock
@@ -71,6 +71,7 @@ class ModelRunner:
       slots, entries: sequences that run at a time, and pages of the longest.
       sections: the largest bucket of each kind of rows.
       kv_dtype: dtype of the cache, float8_e4m3fn for FP8 pages; None: the parameters'.
+      ffn: of the plan.
     """
 
     def __init__(
@@ -84,12 +85,13 @@ class ModelRunner:
         entries: int,
         sections: tuple[int, int, int],
         kv_dtype: DTypeLike | None = None,
+        ffn: Ffn = "tensor",
         num_window_pages: int = 0,
     ) -> None:
         self.model, self.mesh = model, mesh
         self._page_size, self._slots, self._entries = page_size, slots, entries
         self._sections, self._num_rows = (sections[0], sections[0] + sections[1]), sum(sections)
-        self.params = shard_params(params, model.config, mesh)
+        self.params = shard_params(params, model.config, mesh, ffn=ffn)
         dtype = self.params["embed"].dtype
         self._kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         is_fp8 = self._kv_dtype == E4M3

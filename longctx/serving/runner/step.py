@@ -27,8 +27,9 @@ from longctx.models.rope import Rope
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import index_of, named_sharding, shard_map
 from longctx.parallel.pipeline import enter_stage
-from longctx.parallel.tensor import embed_tokens, pmax, psum
+from longctx.parallel.tensor import embed_tokens
 from longctx.serving.runner.attention import PagedAttend, WindowLayers
+from longctx.serving.runner.ffn_rows import collectives_of
 from longctx.serving.runner.layer_pages import LayerPages
 from longctx.serving.runner.paged_cache import PagedCache, PageTables
 from longctx.serving.runner.sample_step import from_last_stage, padding_out_of_bounds
@@ -127,7 +128,7 @@ def step(
     return shard_map(
         functools.partial(_step_on_device, model, mesh, shape, sections),
         mesh,
-        in_specs=(sharded_specs(params, model.config, mesh), specs, P("stage", "context"), P()),
+        in_specs=(sharded_specs(params, model.config, mesh, shape.ffn), specs, P("stage", "context"), P()),
         out_specs=(specs, P(("stage", "context")), P("context")),
     )(params, state, rows, samples)
 
@@ -143,9 +144,9 @@ def _step_on_device(
     samples: Array,
 ) -> tuple[DeviceState, Array, Array]:
     x, rope, attend = begin_step(model, mesh, shape, sections, params["embed"], state, rows)
-    reductions = (lambda x: psum(x, "tensor")), (lambda x: pmax(x, "tensor"))
+    layers = of_one_stage(params["layers"])
     sliding: Any = {} if state.window_table is None else {"sliding": sliding_of_stage(model, mesh)}
-    x, cache = model.run_layers(of_one_stage(params["layers"]), x, rope, attend, state.cache, *reductions, **sliding)
+    x, cache = model.run_layers(layers, x, rope, attend, state.cache, *collectives_of(shape), **sliding)
     stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
     last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
     state = state._replace(cache=cache, rows=stage_rows, **jax.tree.map(lambda x: x[None], attend.tables_of_state))

@@ -1,7 +1,7 @@
 """The int32 arrays that the host sends to the devices in each step, and the static sizes that fix their layout."""
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     exchange: str = "pass_q"  # of the sharded rows
     message: int = 0  # cached pages that a rank sends at a time in pass-KV and all-gather; 0: nothing is cached
     rounds: int = 1  # how many such messages a rank may send; only as many as it takes are sent
+    ffn: Literal["tensor", "all"] = "tensor"  # of the plan; with "all", replicated rows are the same on all ranks
     num_window_pages: int = 0  # of layers with a sliding window; 0: there are none
 
     @classmethod
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
         exchange: str = "pass_q",
         message: int = 0,
         rounds: int = 1,
+        ffn: Literal["tensor", "all"] = "tensor",
         num_window_pages: int = 0,
     ) -> "Shape":
         """The shape with (sharded, replicated, local) rows of a rank, and room for what these rows may need."""
@@ -46,12 +48,17 @@ class Shape(NamedTuple):
         samples = min(tokens, max_running)
         entries = tokens // page_size + samples
         sizes = sharded, replicated, local, samples, entries, page_size, num_pages, num_top, ranks
-        return cls(*sizes, exchange, message, rounds, num_window_pages)
+        return cls(*sizes, exchange, message, rounds, ffn, num_window_pages)
 
     @property
     def rows(self) -> int:
         """Rows of a rank."""
         return self.sharded + self.replicated + self.local
+
+    @property
+    def shares_ffn(self) -> bool:
+        """Whether output projections and feed-forward are sharded over the ranks."""
+        return self.ffn == "all" and self.ranks > 1
 
     @property
     def of_samples(self) -> "Shape":

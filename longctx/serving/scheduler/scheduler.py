@@ -217,7 +217,7 @@ class Scheduler:
                 elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
-            ranks = all_ranks or sequence.ranks
+            ranks = all_ranks or self.plan.computing_ranks(sequence.ranks)
             chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
             sequence.computed = start + 1
             sequence.length += 1
