@@ -75,7 +75,7 @@ def check_forward(code: MachineCode, copies: int) -> None:
     # Only pages are cleaned, by stores to shared memory.
     most_full, most_masked, most_cleaned = LIMITS[products.head_size]
     assert len(full.body) <= most_full
-    assert len(masked.body) <= (most_cleaned if masked.count("STS") else most_masked)
+    assert len(masked.body) <= (most_cleaned if masked.count("STS") else most_masked), len(masked.body)
     # All of the softmax of a block runs while the values of the one before are multiplied. Then the accumulator is
     # scaled and the weights are narrowed, in the other consumer's turn.
     assert set(sass.in_flight_under(full, "MUFU")) == {1}

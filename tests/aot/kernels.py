@@ -189,6 +189,20 @@ def test_gradients(head_size: int, dumped: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_gradients_with_limits_of_queries(head_size: int, dumped: Path) -> None:
+    """From the keys' side three numbers of each query say which keys it sees, in place of two."""
+
+    def loss(q, k, v, first, last):  # type: ignore[no-untyped-def]
+        return jnp.sum(attention(q, k, v, q_first=first, q_last=last)[0].astype(jnp.float32))
+
+    q, k = array(jnp.bfloat16, 4099, 8, head_size), array(jnp.bfloat16, 4099, 2, head_size)
+    limits = [array(jnp.int32, 4099)] * 2
+    compile_for_h100(jax.grad(loss, (0, 1, 2)), (q, k, k, *limits))
+    check_kernels(dumped, "attention", "attention_of_queries", "attention_of_keys")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [ring_pass_kv, ring_pass_q])
 def test_rings_take_the_kernel_by_themselves(ring: Any, dumped: Path) -> None:
     """Inside `shard_map` with checked types, on a mesh of 8; every hop calls it."""
