@@ -106,11 +106,10 @@ def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = F
 
     chunks = []
     for slot, (start, count) in enumerate(zip(case.cached, case.new, strict=True)):
+        windows = [window_pages[divmod(page, PAGES)] for page in pages[slot]]
         sequence: Any = SimpleNamespace(
             pages=pages[slot],
-            window_pages=[
-                page // PAGES * WINDOW_PAGES + int(window_pages[divmod(page, PAGES)]) for page in pages[slot]
-            ],
+            window_pages=[page // PAGES * WINDOW_PAGES + own for page, own in zip(pages[slot], windows, strict=True)],
             completion=SimpleNamespace(tokens=np.arange(lengths[slot]) + 100 * slot),
         )
         on = tuple(range(ranks)) if slot or case.replicates else (0,)
