@@ -136,7 +136,8 @@ def _values(reader: GgufReader, architecture: str) -> dict[str, Any]:
     if architecture == _GEMMA:
         values["query_pre_attn_scalar"] = head_dim
         if layers == _LAYERS_OF_27B:
-            values["query_pre_attn_scalar"] = values["hidden_size"] // values["num_attention_heads"]
+            hidden, heads = (check_integer(key, values[key], 1) for key in ("hidden_size", "num_attention_heads"))
+            values["query_pre_attn_scalar"] = hidden // heads
     return {
         **values,
         "num_key_value_heads": own.get("attention.head_count_kv", values["num_attention_heads"]),
