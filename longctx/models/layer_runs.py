@@ -15,6 +15,8 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import numpy as np
+
 from longctx.models.config import LlamaConfig
 
 Layer = int | None
@@ -69,6 +71,16 @@ def layers_of_stages(num_layers: int, stages: int) -> tuple[tuple[Layer, ...], .
         parts.append((*(None,) * zeros, *range(start, start + each - zeros)))
         start += each - zeros
     return tuple(parts)
+
+
+def sliding_places(config: LlamaConfig, stages: int = 1) -> np.ndarray:
+    """Whether the layer in each place of each stage has the sliding window: bool `[stages, places]`.
+
+    Layers of zeros have none. `stages` is at most the number of layers.
+    """
+    sliding = config.sliding_layers or (False,) * config.num_layers
+    parts = layers_of_stages(config.num_layers, stages)
+    return np.array([[layer is not None and sliding[layer] for layer in part] for part in parts], bool)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention, paged_attention
-from longctx.models.llama import project
+from longctx.models.projections import project
 
 KINDS = {"A100": "sm_80", "RTX 4090": "sm_89", "B200": "sm_100a"}
 TOKENS, HEADS, KV_HEADS, SIZE = 2048, 32, 8, 128

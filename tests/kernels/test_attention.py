@@ -100,7 +100,7 @@ class TestMosaicGpu(AttentionTestBase):
         st.integers(1, 4),
         st.sampled_from([64, 128, 256]),
     )
-    rules = ("causal", "all", "window", "both sides")
+    rules = ("causal", "all", "window", "both sides", "first and last")
     half_examples, slow_examples = 1, 60
     supports_float32 = False
     supports_float64 = False

@@ -27,6 +27,7 @@ FAST: dict[str, dict[str, Any]] = {
         "q_segments": DOCUMENTS,
         "kv_segments": DOCUMENTS,
     },
+    "first and last": {"causal": False, "q_first": np.arange(100) // 30 * 30, "q_last": np.arange(100)[::-1]},
 }
 SLOW: dict[str, dict[str, Any]] = {
     "window": {"window": (20, 0)},
@@ -41,6 +42,8 @@ SLOW: dict[str, dict[str, Any]] = {
         "q_segments": np.r_[DOCUMENTS, [2] * 30, [3] * 50, [-1] * 30],
         "kv_segments": np.r_[DOCUMENTS, [2] * 30, [3] * 50, [-1] * 30],
     },
+    "first of each query, causal": {"length": 150, "kv_length": 150, "q_first": np.arange(150) - 40},
+    "last of each query, several heads": {"causal": False, "q_last": np.maximum(np.arange(100), 50), "group": 2},
     "window of both sides": {"length": 150, "kv_length": 230, "causal": False, "window": (20, 90)},
     "not causal, ragged": {"length": 129, "kv_length": 67, "causal": False},
     "zigzag": {
@@ -81,6 +84,8 @@ def check(
     kv_positions: np.ndarray | None = None,
     q_segments: np.ndarray | None = None,
     kv_segments: np.ndarray | None = None,
+    q_first: np.ndarray | None = None,
+    q_last: np.ndarray | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] = (None, None),
     scale: float = 0.125,
@@ -97,6 +102,8 @@ def check(
     q, d_out = (draw(batch, length, kv_heads * group, head_size) for _ in range(2))
     kv = draw(2, kv_batch, kv_length, kv_heads, head_size)
     queries, keys = tokens(length, q_positions, q_segments), tokens(kv_length, kv_positions, kv_segments)
+    limits = (None if x is None else jnp.asarray(np.atleast_2d(x), jnp.int32) for x in (q_first, q_last))
+    queries = Tokens(*queries[:2], *limits)
     wide_q, wide_kv, d_out = (x.astype(jnp.float32) for x in (q, kv, d_out))
     rule = AttentionRule(causal, scale, window)
     out, lse = jax.jit(reference_attention, static_argnums=5)(wide_q, *wide_kv, queries, keys, rule)
@@ -104,7 +111,7 @@ def check(
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
 
     kv, wide_kv = (x[:, :, : kv_length - others] for x in (kv, wide_kv))
-    keys = Tokens(*(x[:, : kv_length - others] for x in keys))
+    keys = jax.tree.map(lambda x: x[:, : kv_length - others], keys)
     rest = (queries, keys, rule, lse, row_terms, d_out)
     want = [np.asarray(x) for x in jax.jit(reference_backward, static_argnums=5)(wide_q, *wide_kv, *rest)]
     with adapter.interpreted(detect_races=True):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint
-from longctx.models.layer_runs import Stacking, layer_runs, layers_of_stages, layers_per_stage
+from longctx.models.layer_runs import Stacking, layer_runs, layers_of_stages, layers_per_stage, sliding_places
 from longctx.models.layer_stacks import LayerRuns
 from longctx.models.sharded_params import abstract_sharded_params, shard_params
 from longctx.parallel import make_mesh
@@ -56,6 +56,14 @@ def test_every_layer_is_in_one_stage(num_layers: int, data: st.DataObject) -> No
     assert {len(part) for part in parts} == {layers_per_stage(num_layers, stages)}
     assert {len(layers) for layers in held} <= {num_layers // stages, -(-num_layers // stages)}
     assert [len(layers) for layers in held] == sorted(map(len, held), reverse=True)
+
+
+def test_each_place_of_a_stage_says_whether_its_layer_slides() -> None:
+    """A layer of zeros, first in a smaller stage, does not."""
+    mixed = dataclasses.replace(CONFIG, sliding_window=7, sliding_layers=(True, True, False, True, True))
+    np.testing.assert_array_equal(sliding_places(mixed, 3), [[True, True], [False, True], [False, True]])
+    np.testing.assert_array_equal(sliding_places(mixed, 1), [mixed.sliding_layers])
+    assert not sliding_places(CONFIG, 2).any()
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8, 16])
