@@ -1,0 +1,77 @@
+"""Tile sizes of the Triton kernels, and the pieces of a head size that is no power of two."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+# The smallest side of a tile that tensor cores multiply.
+SMALLEST = 16
+
+
+class Piece(NamedTuple):
+    """Columns `[start, start + size)` of a head, of which those from `limit` on do not exist.
+
+    The size is a power of two, as Triton asks of every array.
+    """
+
+    start: int
+    size: int
+    limit: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start + self.size <= self.limit
+
+    def columns(self) -> Array:
+        """The numbers of the columns, int32 `[size]`."""
+        return self.start + lax.iota(jnp.int32, self.size)
+
+
+def pieces_of(head_size: int) -> tuple[Piece, ...]:
+    """Divide a head size into few powers of two, with little beyond its end: 192 is 128 and 64, and 576 512 and 64.
+
+    Examples:
+      >>> [piece.size for piece in pieces_of(80)], [piece.size for piece in pieces_of(120)]
+      ([64, 16], [128])
+    """
+    found: list[Piece] = []
+    start = 0
+    while start < head_size:
+        rest = head_size - start
+        above = max(SMALLEST, 1 << (rest - 1).bit_length())
+        size = above if 4 * rest > 3 * above or above == SMALLEST else above // 2
+        found.append(Piece(start, size, head_size))
+        start += size
+    return tuple(found)
+
+
+def padded(head_size: int) -> int:
+    """The columns that the pieces of a head size have."""
+    return sum(piece.size for piece in pieces_of(head_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """Static sizes of one kernel.
+
+    Args:
+      block_q: rows of a tile of queries, a power of two from 16 on.
+      block_kv: keys of a block, likewise.
+      num_warps: warps of a thread block.
+      num_stages: blocks of operands that are in flight to shared memory (cp.async).
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def forward(cls, head_size: int, value_size: int, dtype: DTypeLike, num_rows: int) -> "TileConfig":
+        """The configuration of the forward kernel for `num_rows` rows of one KV head."""
+        block_q, block_kv, num_warps, num_stages = 128, 64, 4, 2
+        block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
+        return cls(block_q, block_kv, num_warps, num_stages)
