@@ -40,10 +40,25 @@ def mosaic_gpu_paged_attention(
     return mosaic_gpu_paged_attention(operands, rule, plan, out_dtype)
 
 
+def plan_triton(operands: PagedOperands, *limits: Any) -> Any:
+    from longctx.kernels.paged_attention.triton import plan_triton
+
+    return plan_triton(operands, *limits)
+
+
+def triton_paged_attention(
+    operands: PagedOperands, rule: AttentionRule, plan: Any, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    from longctx.kernels.paged_attention.triton import triton_paged_attention
+
+    return triton_paged_attention(operands, rule, plan, out_dtype)
+
+
 # plan(operands, before, max_rows_per_sequence, reserved_multiprocessors) -> data, from shapes and metadata
 # forward(operands, rule, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
+    "triton": (plan_triton, triton_paged_attention),
     "xla": (
         lambda operands, before, *_: plan_xla(operands, before),
         lambda operands, rule, data, _: xla_paged_attention(operands, rule, data),
