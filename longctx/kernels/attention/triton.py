@@ -90,7 +90,7 @@ def triton_attention(
     queries: Tokens,
     keys: Tokens,
     rule: AttentionRule,
-    plan: TritonPlan | None = None,
+    plan: TritonPlan,
     state: tuple[Array, Array] | None = None,
     out_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Array]:
@@ -100,8 +100,6 @@ def triton_attention(
     """
     batch, length, heads, head_size = q.shape
     kv_length, kv_heads = k.shape[-3:-1]
-    if plan is None:
-        plan = plan_triton(q.shape, k.shape, q.dtype, queries, keys, rule)
     group = heads // kv_heads
     tiles = TileConfig.forward(head_size, v.shape[-1], q.dtype, length * group)
     rows = RowTiles.of(length, group, tiles.block_q)
@@ -138,7 +136,7 @@ def plan_triton(
     group = heads // kv_heads
     tiles = TileConfig.forward(head_size, head_size, dtype, length * group)
     seen = whole_blocks(rule.visible(queries), keys, RowTiles.of(length, group, tiles.block_q).tokens, tiles.block_kv)
-    return TritonPlan(seen, ranges_of_queries(seen, RowTiles.of(length, group, tiles.block_q).tokens, tiles.block_kv))
+    return TritonPlan(seen, ranges_of(seen, RowTiles.of(length, group, tiles.block_q).tokens, tiles.block_kv))
 
 
 def whole_blocks(queries: Visible, keys: Tokens, block_q: int, block_kv: int) -> Seen:
@@ -156,17 +154,19 @@ def whole_blocks(queries: Visible, keys: Tokens, block_q: int, block_kv: int) ->
     )
 
 
-def ranges_of_queries(seen: Seen, block_q: int, block_kv: int) -> Array:
-    """The fields of `BlockRange` of each block of queries, int32 `[Bm, blocks, 4]`."""
+def ranges_of(seen: Seen, block_q: int, block_kv: int, from_keys: bool = False) -> Array:
+    """The fields of `BlockRange` of each block of queries, or of keys, int32 `[Bm, blocks, 4]`."""
     q_blocks = summarise_visible(Visible(seen.first, seen.last, seen.segments), block_q)
     kv_blocks = summarise(Tokens(seen.kv_positions, seen.kv_segments), block_kv)
-    q_blocks, kv_blocks = broadcast_batch((q_blocks, kv_blocks))
-    num_blocks = kv_blocks.uniform.shape[1]
-    per_block = jax.vmap(lambda queries, keys: block_range(queries, keys, num_blocks), (0, None))
+    q_blocks, kv_blocks = _broadcast_batch((q_blocks, kv_blocks))
+    num_whole = (q_blocks if from_keys else kv_blocks).uniform.shape[1]
+    per_block = jax.vmap(
+        lambda queries, keys: block_range(queries, keys, num_whole), (None, 0) if from_keys else (0, None)
+    )
     return jnp.stack(jax.vmap(per_block)(q_blocks, kv_blocks), -1)
 
 
-def broadcast_batch(blocks: Any) -> Any:
+def _broadcast_batch(blocks: Any) -> Any:
     """Broadcast the arrays of a tree, `[1 or B, blocks]`, to one batch."""
     batch = max(len(x) for x in jax.tree.leaves(blocks))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, x.shape[1])), blocks)
@@ -275,15 +275,20 @@ def sum_products(rows: Sequence[Array], others: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, rest, found)
 
 
-def visible_keys(seen: Seen, rows: tuple[Array | None, ...], entry: Array, key: Array) -> Array:
-    """Whether rows see keys: bool `[R, keys]`. `rows` are the first three fields of `Seen` for them."""
-    first, last, segments = rows
-    positions, kv_segments = (load(x, entry_of(x, entry), key)[None, :] for x in (seen.kv_positions, seen.kv_segments))
-    visible = segments[:, None] == kv_segments
+def visible_keys(
+    seen: Seen, rows: tuple[Array | None, ...], entry: Array, key: Array, transposed: bool = False
+) -> Array:
+    """Whether rows see keys: bool `[R, keys]`, or `[keys, R]`. `rows` are the first three fields of `Seen` for them."""
+    of_rows, of_keys = (slice(None), None), (None, slice(None))
+    if transposed:
+        of_rows, of_keys = of_keys, of_rows
+    first, last, segments = (None if x is None else x[of_rows] for x in rows)
+    positions, kv_segments = (load(x, entry_of(x, entry), key)[of_keys] for x in (seen.kv_positions, seen.kv_segments))
+    visible = segments == kv_segments
     if last is not None:
-        visible &= positions <= last[:, None]
+        visible &= positions <= last
     if first is not None:
-        visible &= positions >= first[:, None]
+        visible &= positions >= first
     return visible
 
 

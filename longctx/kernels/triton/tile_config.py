@@ -9,6 +9,8 @@ from jax.typing import DTypeLike
 
 # The smallest side of a tile that tensor cores multiply.
 SMALLEST = 16
+# Head sizes of keys and of values, the largest of multi-head latent attention.
+LARGEST_HEAD = (576, 512)
 
 
 class Piece(NamedTuple):
@@ -73,5 +75,14 @@ class TileConfig:
     def forward(cls, head_size: int, value_size: int, dtype: DTypeLike, num_rows: int) -> "TileConfig":
         """The configuration of the forward kernel for `num_rows` rows of one KV head."""
         block_q, block_kv, num_warps, num_stages = 128, 64, 4, 2
+        block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
+        return cls(block_q, block_kv, num_warps, num_stages)
+
+    @classmethod
+    def backward(
+        cls, head_size: int, value_size: int, dtype: DTypeLike, num_rows: int, from_keys: bool
+    ) -> "TileConfig":
+        """The configuration of the kernel of d_q, or from keys of that of d_k and d_v."""
+        block_q, block_kv, num_warps, num_stages = 64, 64, 8, 2
         block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
         return cls(block_q, block_kv, num_warps, num_stages)
