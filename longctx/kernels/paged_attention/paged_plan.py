@@ -135,9 +135,9 @@ def plan_paged_attention(
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
       max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
-        are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
+        are decodes. The kernels then take tiles that waste less. It is no limit: results are right for more rows,
         which take more tiles. None: any number.
-      reserved_multiprocessors: how many multiprocessors "mosaic_gpu" leaves to kernels that run beside it, such as
+      reserved_multiprocessors: how many multiprocessors the kernels leave to others that run beside them, such as
         NCCL's, a Python integer.
       q_first: as for `paged_attention`, which then takes it too.
 

@@ -13,11 +13,9 @@ from longctx.kernels.paged_attention.sorted_tiles import SortedTiles, sort_tiles
 from longctx.kernels.triton.merge import merge_pieces
 from longctx.kernels.triton.paged import Pages, Rows, paged_attention
 from longctx.kernels.triton.scores import ScoreConfig
-from longctx.kernels.triton.tile_config import SMALLEST, TileConfig, padded
+from longctx.kernels.triton.tile_config import TileConfig
 
-# Rows of a tile: with more, a thread has not enough registers.
-_MOST_ROWS = 128
-# Workers of an interpreter, few and no divisor of most numbers of items.
+# Programs of the interpreter, which runs one after the other.
 _INTERPRETED_WORKERS = 3
 
 
@@ -31,7 +29,7 @@ def triton_paged_attention(
     slots = (_as_pairs(x) if is_fp8 else from_bits(x, q.dtype) for x in (k_pages, v_pages))
     k, v = (x.reshape(-1, *x.shape[2:]) for x in slots)
     pages = Pages(k, v, operands.page_table, operands.first_page[None], operands.k_scale, operands.v_scale)
-    config = choose_tiles(head_size, plan.seen[0].shape[1], q.dtype, is_fp8)
+    config = TileConfig.paged(head_size, q.dtype, plan.seen[0].shape[1], is_fp8)
     rows = Rows(plan.token, plan.head, plan.seen)
     out, lse = paged_attention(q, pages, rows, plan.work, config, ScoreConfig(rule.scale, rule.soft_cap), page_size)
     assert plan.work.pieces is not None
@@ -50,23 +48,13 @@ def plan_triton(
     """
     (length, heads, head_size), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     most = length if max_rows_per_sequence is None else min(length, max_rows_per_sequence)
-    config = choose_tiles(
-        head_size, most * heads // kv_heads, operands.q.dtype, operands.k_pages.dtype in (BITS, E4M3)
-    )
-    device = Device.target()
-    resident = 2 if config.num_warps == 4 else 1
-    workers = device.unreserved(reserved_multiprocessors) * resident if device.is_gpu else _INTERPRETED_WORKERS
+    is_fp8, device = operands.k_pages.dtype in (BITS, E4M3), Device.target()
+    config = TileConfig.paged(head_size, operands.q.dtype, most * heads // kv_heads, is_fp8)
+    # Of 4 warps, with all registers that a thread can have, two programs fit into a multiprocessor.
+    per_multiprocessor = 8 // config.num_warps
+    workers = per_multiprocessor * device.unreserved(reserved_multiprocessors)
+    workers = workers if device.is_gpu else _INTERPRETED_WORKERS
     return sort_tiles(operands, before, config.block_q, config.block_kv, workers, "triton")
-
-
-def choose_tiles(head_size: int, num_rows: int, dtype: DTypeLike, is_fp8: bool) -> TileConfig:
-    """The tile sizes for `num_rows` rows of one KV head."""
-    columns, is_wide = padded(head_size), jnp.dtype(dtype).itemsize == 4
-    most = 32 if is_wide else 64 if columns > 128 else _MOST_ROWS
-    block_q = min(most, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
-    block_kv = 32 if is_wide or is_fp8 or columns > 128 else 64
-    num_warps = 8 if block_q * columns > 64 * 128 else 4
-    return TileConfig(block_q, block_kv, num_warps, num_stages=3)
 
 
 def _as_pairs(pages: Array) -> Array:

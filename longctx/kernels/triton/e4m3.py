@@ -1,4 +1,4 @@
-"""Dequantises FP8 keys and values inside a Triton kernel, by integer arithmetic: only from sm_89 on a GPU converts them.
+"""Dequantises FP8 keys and values inside a Triton kernel, by integer arithmetic: only GPUs from sm_89 on convert.
 
 A kernel loads pairs of e4m3 values as one 16-bit word, and multiplies even and odd columns apart. So no array of bits
 is larger than 2^31 elements where Pallas computes its addresses in 32 bits, and nothing has to be interleaved.
@@ -24,7 +24,9 @@ def dequantize_pairs(words: Array, scale: Array, dtype: Any) -> tuple[Array, Arr
 def _dequantize(bits: Array, scale: Array, dtype: Any) -> Array:
     magnitude = bits & jnp.uint16(0x7F)
     # With its exponent in the place of that of a float16 a value is 2^-8 of itself, also where it is subnormal.
-    half = lax.bitcast_convert_type(magnitude << jnp.uint16(7) | (bits & jnp.uint16(0x80)) << jnp.uint16(8), jnp.float16)
+    half = lax.bitcast_convert_type(
+        magnitude << jnp.uint16(7) | (bits & jnp.uint16(0x80)) << jnp.uint16(8), jnp.float16
+    )
     values = jnp.where(magnitude == jnp.uint16(0x7F), jnp.nan, half.astype(jnp.float32) * 256.0)
     rows = values * scale
     if jnp.dtype(dtype) == jnp.float32:

@@ -91,9 +91,7 @@ def _kernel(layout: _Layout, num_rows: int, num_loads: int, *refs: Any) -> None:
     at = adapter.load(place, token, of_group, mask=exists, other=-1)
     tile, slot = (op(jnp.maximum(at, 0), jnp.int32(layout.block_q)) for op in (lax.div, lax.rem))
     item = kv_head * layout.num_tiles + tile
-    first, number = (
-        adapter.load(pieces, item, jnp.full_like(item, column), mask=at >= 0) for column in (0, 1)
-    )
+    first, number = (adapter.load(pieces, item, jnp.full_like(item, column), mask=at >= 0) for column in (0, 1))
     column = lax.iota(jnp.int32, _above(head_size))
     is_column = column < head_size
 
@@ -117,8 +115,8 @@ def _kernel(layout: _Layout, num_rows: int, num_loads: int, *refs: Any) -> None:
             acc * decay[:, None] + jnp.sum(out * weights[:, :, None], 1),
         )
 
-    nothing = jnp.full((num_rows,), -jnp.inf, jnp.float32), jnp.zeros((num_rows,), jnp.float32)
-    nothing = *nothing, jnp.zeros((num_rows, column.size), jnp.float32)
+    of_rows = jnp.full((num_rows,), -jnp.inf, jnp.float32), jnp.zeros((num_rows,), jnp.float32)
+    nothing = *of_rows, jnp.zeros((num_rows, column.size), jnp.float32)
     # + 0 drops the mesh axes from the type, as loop bounds must not vary over them.
     num_groups = lax.div(jnp.max(number) + num_loads - 1, jnp.int32(num_loads)) + 0
     peak, total, acc = lax.fori_loop(0, num_groups, absorb, nothing)
@@ -127,9 +125,5 @@ def _kernel(layout: _Layout, num_rows: int, num_loads: int, *refs: Any) -> None:
     out = acc / total[:, None]
     shape = out.shape
     index = (jnp.broadcast_to(x, shape) for x in (token[:, None], head[:, None], column[None, :]))
-    adapter.store(
-        out_ref, *index, value=out, mask=jnp.broadcast_to(exists[:, None] & is_column[None, :], shape)
-    )
-    adapter.store(
-        lse_ref, token, head, value=jnp.where(is_empty, -jnp.inf, peak + jnp.log(total)), mask=exists
-    )
+    adapter.store(out_ref, *index, value=out, mask=jnp.broadcast_to(exists[:, None] & is_column[None, :], shape))
+    adapter.store(lse_ref, token, head, value=jnp.where(is_empty, -jnp.inf, peak + jnp.log(total)), mask=exists)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 SMALLEST = 16
 # Head sizes of keys and of values, the largest of multi-head latent attention.
 LARGEST_HEAD = (576, 512)
+LARGEST_HEAD_OF_PAGES = 256
 
 
 class Piece(NamedTuple):
@@ -86,3 +87,20 @@ class TileConfig:
         block_q, block_kv, num_warps, num_stages = 64, 64, 8, 2
         block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
         return cls(block_q, block_kv, num_warps, num_stages)
+
+    @classmethod
+    def paged(cls, head_size: int, dtype: DTypeLike, num_rows: int, is_fp8: bool) -> "TileConfig":
+        """The configuration of the kernel over pages for `num_rows` rows of one KV head.
+
+        They are the largest tiles for which a thread has enough registers (`tests/aot/paged_triton.py`).
+        """
+        columns = padded(head_size)
+        block_q, block_kv, num_warps = 128, 32 if is_fp8 else 64, 4
+        if jnp.dtype(dtype).itemsize == 4:
+            block_q, block_kv, num_warps = (32, 32, 4) if columns <= 128 else (16, 16, 8)
+        elif columns > 128:
+            block_q, block_kv = 64 if columns == 256 else 32, 32
+        block_q = min(block_q, max(SMALLEST, 1 << (num_rows - 1).bit_length()))
+        if block_q * columns > 64 * 128:
+            num_warps = 8
+        return cls(block_q, block_kv, num_warps, num_stages=3)
