@@ -142,16 +142,14 @@ def plan_triton(
 def whole_blocks(queries: Visible, keys: Tokens, block_q: int, block_kv: int) -> Seen:
     """Pad tokens to whole blocks. Those beyond the end see nothing, and nothing sees them."""
 
-    def pad(x: Array | None, block: int, **how: Any) -> Array | None:
+    def pad(x: Any, block: int, **how: Any) -> Any:
         return None if x is None else jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), **how)
 
-    segments, kv_segments = jnp.maximum(queries.segments, -1), jnp.where(keys.segments < 0, -2, keys.segments)
-    return Seen(
-        # Queries beyond the end repeat the last one, so that they add no blocks with a mask.
-        *(pad(x, block_q, mode="edge") for x in (queries.first, queries.last, segments)),
-        pad(keys.positions, block_kv),
-        pad(kv_segments, block_kv, constant_values=-2),
-    )
+    kv_segments = jnp.where(keys.segments < 0, -2, keys.segments)
+    # Queries beyond the end repeat the last one, so that they add no blocks with a mask.
+    of_rows = queries.first, queries.last, jnp.maximum(queries.segments, -1)
+    first, last, segments = (pad(x, block_q, mode="edge") for x in of_rows)
+    return Seen(first, last, segments, pad(keys.positions, block_kv), pad(kv_segments, block_kv, constant_values=-2))
 
 
 def ranges_of(seen: Seen, block_q: int, block_kv: int, from_keys: bool = False) -> Array:
@@ -243,7 +241,7 @@ def _forward_kernel(config: ForwardConfig, has_first: bool, has_last: bool, *ref
     (length, kv_length), (head_size, value_size) = config.lengths, config.sizes
     key_pieces, value_pieces = pieces_of(head_size), pieces_of(value_size)
     rows = Rows.of(config.rows, block_q, config.group, length, tile, kv_head, part)
-    loaded = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None]}
+    loaded: dict[str, Any] = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None]}
     q = load_rows(q_ref, entry, **loaded, pieces=key_pieces, mask=None)
     visible = tuple(None if x is None else load(x, entry_of(x, entry), rows.loaded_token) for x in seen[:3])
 
@@ -252,7 +250,7 @@ def _forward_kernel(config: ForwardConfig, has_first: bool, has_last: bool, *ref
     def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
         key = block * block_kv + lax.iota(jnp.int32, block_kv)
         exists = (key < kv_length)[:, None] if masked and kv_length % block_kv else None
-        at = {"rows": key[:, None], "head": kv_head, "mask": exists}
+        at: dict[str, Any] = {"rows": key[:, None], "head": kv_head, "mask": exists}
         k = load_rows(k_ref, *config.halves[0], kv_entry, pieces=key_pieces, **at)
         scores = config.scores.scores(sum_products(q, k))
         if masked:
@@ -264,7 +262,7 @@ def _forward_kernel(config: ForwardConfig, has_first: bool, has_last: bool, *ref
     softmax = sweep(share_of(found, split, config.splits), step, OnlineSoftmax.empty(block_q, value_pieces))
     outs, lse = softmax.state(config.scores)
     own = None if rows.own is None else rows.own[:, None]
-    at = {"rows": rows.token[:, None], "head": rows.head[:, None], "mask": own}
+    at: dict[str, Any] = {"rows": rows.token[:, None], "head": rows.head[:, None], "mask": own}
     store_rows(out_ref, split, entry, pieces=value_pieces, values=outs, **at)
     store(lse_ref, split, entry, rows.token, rows.head, value=lse, mask=rows.own)
 
@@ -275,16 +273,14 @@ def sum_products(rows: Sequence[Array], others: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, rest, found)
 
 
-def visible_keys(
-    seen: Seen, rows: tuple[Array | None, ...], entry: Array, key: Array, transposed: bool = False
-) -> Array:
+def visible_keys(seen: Seen, rows: tuple[Any, ...], entry: Array, key: Array, transposed: bool = False) -> Array:
     """Whether rows see keys: bool `[R, keys]`, or `[keys, R]`. `rows` are the first three fields of `Seen` for them."""
-    of_rows, of_keys = (slice(None), None), (None, slice(None))
-    if transposed:
-        of_rows, of_keys = of_keys, of_rows
-    first, last, segments = (None if x is None else x[of_rows] for x in rows)
-    positions, kv_segments = (load(x, entry_of(x, entry), key)[of_keys] for x in (seen.kv_positions, seen.kv_segments))
-    visible = segments == kv_segments
+    axis = 0 if transposed else 1
+    first, last, segments = (x if x is None else jnp.expand_dims(x, axis) for x in rows)
+    positions, kv_segments = (
+        jnp.expand_dims(load(x, entry_of(x, entry), key), 1 - axis) for x in (seen.kv_positions, seen.kv_segments)
+    )
+    visible: Array = segments == kv_segments
     if last is not None:
         visible &= positions <= last
     if first is not None:

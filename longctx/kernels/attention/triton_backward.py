@@ -1,8 +1,8 @@
 """Gradients of attention on NVIDIA GPUs since Ampere: one kernel from the queries' side, one from the keys'.
 
-From a tile of queries the first computes d_q, over the keys that they see; from a block of keys the second computes d_k
-and d_v, over the tiles of queries that see them. So each result is summed by one program, without atomics and in a fixed
-order.
+From a tile of queries the first computes d_q, over the keys that they see. From a block of keys the second computes d_k
+and d_v, over the tiles of queries that see them. So each result is summed by one program, without atomics and in a
+fixed order.
 
     weights = exp(scores - lse), d_scores = weights * (d_out @ v.T + row_terms)
     d_q += d_scores @ k, d_k += d_scores.T @ q, d_v += weights.T @ d_out
@@ -140,7 +140,7 @@ def _kernel_of_queries(config: BackwardConfig, *refs: Any) -> None:
     key_pieces, value_pieces = (pieces_of(size) for size in config.sizes)
     block_kv, (length, kv_length) = config.tiles.block_kv, config.lengths
     rows = Rows.of(config.rows, config.tiles.block_q, config.group, length, tile, kv_head, part)
-    at = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None], "mask": None}
+    at: dict[str, Any] = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None], "mask": None}
     q, d_out = (load_rows(x, entry, pieces=y, **at) for x, y in ((q_ref, key_pieces), (d_out_ref, value_pieces)))
     lse, terms = (load(x, entry, rows.loaded_token, rows.loaded_head) for x in (lse_ref, terms_ref))
     visible = tuple(None if x is None else load(x, entry_of(x, entry), rows.loaded_token) for x in seen[:3])
@@ -149,7 +149,7 @@ def _kernel_of_queries(config: BackwardConfig, *refs: Any) -> None:
     def step(block: Array, d_q: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         key = block * block_kv + lax.iota(jnp.int32, block_kv)
         exists = (key < kv_length)[:, None] if masked and kv_length % block_kv else None
-        at = {"rows": key[:, None], "head": kv_head, "mask": exists}
+        at: dict[str, Any] = {"rows": key[:, None], "head": kv_head, "mask": exists}
         k = load_rows(k_ref, *config.halves[0], kv_entry, pieces=key_pieces, **at)
         v = load_rows(v_ref, *config.halves[1], kv_entry, pieces=value_pieces, **at)
         seen_keys = visible_keys(seen, visible, entry, key) if masked else None
@@ -176,7 +176,7 @@ def _kernel_of_keys(config: BackwardConfig, *refs: Any) -> None:
     key = block * block_kv + lax.iota(jnp.int32, block_kv)
     exists = (key < kv_length)[:, None] if kv_length % block_kv else None
     kv_entry = entry if k_ref.shape[-4] > 1 else 0
-    at_keys = {"rows": key[:, None], "head": kv_head, "mask": exists}
+    at_keys: dict[str, Any] = {"rows": key[:, None], "head": kv_head, "mask": exists}
     k = load_rows(k_ref, *config.halves[0], kv_entry, pieces=key_pieces, **at_keys)
     v = load_rows(v_ref, *config.halves[1], kv_entry, pieces=value_pieces, **at_keys)
 
@@ -185,7 +185,7 @@ def _kernel_of_keys(config: BackwardConfig, *refs: Any) -> None:
             (number, jnp.int32(0)) if parts == 1 else (op(number, jnp.int32(parts)) for op in (lax.div, lax.rem))
         )
         rows = Rows.of(config.rows, config.tiles.block_q, config.group, length, tile, kv_head, part)
-        at = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None], "mask": None}
+        at: dict[str, Any] = {"rows": rows.loaded_token[:, None], "head": rows.loaded_head[:, None], "mask": None}
         q, d_out = (load_rows(x, entry, pieces=y, **at) for x, y in ((q_ref, key_pieces), (d_out_ref, value_pieces)))
         lse, terms = (load(x, entry, rows.loaded_token, rows.loaded_head) for x in (lse_ref, terms_ref))
         lse = lse if rows.own is None else jnp.where(rows.own, lse, jnp.inf)

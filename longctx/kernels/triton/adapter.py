@@ -93,35 +93,41 @@ def product(a: Array, b: Array, transposed: bool = False) -> Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def load_rows(ref: Any, *before: Any, rows: Any, head: Any, pieces: tuple[Piece, ...], mask: Array | None) -> list[Any]:
+def load_rows(
+    ref: Any, *before: Any, rows: Array, head: Array, pieces: tuple[Piece, ...], mask: Array | None
+) -> list[Array]:
     """Load rows of heads, `ref[*before, rows, head]`, in pieces `[R, size]` of the head size.
 
     Args:
-      rows, head: a number or an array `[R, 1]` each, one of them an array.
+      rows, head: `[R, 1]` each, or a number for all rows.
       mask: `[R, 1]`; rows without it are 0. None: all rows exist.
     """
-    found = []
-    for piece in pieces:
-        columns = piece.columns()[None, :]
-        exists = mask if piece.is_whole else columns < piece.limit
-        if mask is not None and not piece.is_whole:
-            exists = exists & mask
-        shape = jnp.broadcast_shapes(jnp.shape(rows), jnp.shape(head), columns.shape)
-        index = (jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in (rows, head, columns))
-        exists = None if exists is None else jnp.broadcast_to(exists, shape)
-        found.append(load(ref, *before, *index, mask=exists))
-    return found
+    return [load(ref, *before, *_index(rows, head, x), mask=_exists(x, mask, rows.shape[0])) for x in pieces]
 
 
 def store_rows(
-    ref: Any, *before: Any, rows: Any, head: Any, pieces: tuple[Piece, ...], values: Sequence[Array], mask: Array | None
+    ref: Any,
+    *before: Any,
+    rows: Array,
+    head: Array,
+    pieces: tuple[Piece, ...],
+    values: Sequence[Array],
+    mask: Array | None,
 ) -> None:
     """Store what `load_rows` would load."""
-    for piece, value in zip(pieces, values, strict=True):
-        columns = piece.columns()[None, :]
-        exists = mask if piece.is_whole else columns < piece.limit
-        if mask is not None and not piece.is_whole:
-            exists = exists & mask
-        index = (jnp.broadcast_to(x, value.shape) if jnp.ndim(x) else x for x in (rows, head, columns))
-        exists = None if exists is None else jnp.broadcast_to(exists, value.shape)
-        store(ref, *before, *index, value=value, mask=exists)
+    for x, value in zip(pieces, values, strict=True):
+        store(ref, *before, *_index(rows, head, x), value=value, mask=_exists(x, mask, rows.shape[0]))
+
+
+def _index(rows: Array, head: Array, piece: Piece) -> tuple[Array, ...]:
+    """Indices of a piece of rows, of one shape where they are no numbers, as references ask."""
+    shape = (rows.shape[0], piece.size)
+    return tuple(jnp.broadcast_to(x, shape) if x.ndim else x for x in (rows, head, piece.columns()[None, :]))
+
+
+def _exists(piece: Piece, mask: Array | None, num_rows: int) -> Array | None:
+    """The mask of a piece of rows; None where all of it exists."""
+    masks = [] if mask is None else [mask]
+    if not piece.is_whole:
+        masks.append(piece.columns()[None, :] < piece.limit)
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (num_rows, piece.size)) if masks else None
