@@ -32,7 +32,7 @@ def gradients(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
 
 def paged(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     def forward(q, k, v, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
-        return paged_attention(q, k, v, table, table, lengths, positions, sequence)[0]
+        return paged_attention(q, k, v, table, table, lengths, positions, sequence, implementation="xla")[0]
 
     pages = ((PAGES, PAGE_SIZE, KV_HEADS, SIZE), dtype)
     of_sequences, of_rows = ((SEQUENCES,), jnp.int32), ((ROWS,), jnp.int32)
