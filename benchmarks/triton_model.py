@@ -60,7 +60,8 @@ class Prediction(NamedTuple):
 
 def loop_of(ptx: str) -> Loop:
     """The loop without a mask of the attention kernel's PTX."""
-    program = sass.parse(cuda_tools.assemble(ptx, cuda_tools.NEWEST).sass)
+    (architecture,) = re.findall(r"(?m)^\.target (\w+)", ptx)
+    program = sass.parse(cuda_tools.assemble(ptx, cuda_tools.NEWEST, architecture).sass)
     loops = [loop for loop in program.loops if loop.families["HMMA"]]
     inner = [a for a in loops if not any(a is not b and a.start <= b.start and b.stop <= a.stop for b in loops)]
     # Blocks without a mask come first.

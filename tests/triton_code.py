@@ -1,14 +1,14 @@
 """Triton kernels as compiled for a GPU that is not here: their PTX, and what the assembler says of it."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+from machine_code import VERSIONS
+
 from benchmarks import cuda_tools
 
 TARGETS = {"A100": "sm_80", "RTX 4090": "sm_89", "H100": "sm_90a", "B200": "sm_100a"}
-VERSIONS = cuda_tools.VERSIONS[: None if os.environ.get("LONGCTX_TEST_ASSEMBLERS") == "all" else 1]
 # Products of 16-bit floats, and of float32 by TF32, that sum in float32: of a warp, of a warpgroup, of a thread block.
 PRODUCTS = {
     "bfloat16": r"mma\S*\.f32\.bf16\.bf16|tcgen05\.mma\S*\.kind::f16",
@@ -29,9 +29,9 @@ def compile_kernels(lowered: Any, folder: Path, kind: str) -> tuple[Any, dict[st
     return compiled, found
 
 
-def check_memory(ptx: str) -> None:
+def check_memory(ptx: str, kind: str) -> None:
     """Check that a kernel has nothing in local memory, neither arrays nor spilled registers."""
     assert ".local" not in ptx
     for version in VERSIONS:
-        assembled = cuda_tools.assemble(ptx, version)
+        assembled = cuda_tools.assemble(ptx, version, TARGETS[kind])
         assert assembled.spilled_bytes == 0, f"ptxas {version}: {assembled.report}"

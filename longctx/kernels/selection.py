@@ -12,7 +12,7 @@ from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 from longctx.kernels.triton.device import unsupported_device
-from longctx.kernels.triton.tile_config import LARGEST_HEAD, LARGEST_HEAD_OF_PAGES
+from longctx.kernels.triton.tile_config import LARGEST_FLOAT32_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_PAGES
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
@@ -168,11 +168,9 @@ def _triton_lacks(case: Case) -> str | None:
         return reason
     if case.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"needs a dtype of bfloat16, float16 or float32, got {case.dtype}"
-    sizes, largest = (case.head_size, case.value_size), LARGEST_HEAD
-    if any(size > most for size, most in zip(sizes, largest, strict=True)):
-        return (
-            f"needs a head size of at most {largest[0]} and values of at most {largest[1]}, got {sizes[0]}, {sizes[1]}"
-        )
+    largest = LARGEST_FLOAT32_HEAD if case.dtype == jnp.float32 else LARGEST_HEAD
+    if (size := max(case.head_size, case.value_size)) > largest:
+        return f"needs a head size of at most {largest}, got {size}"
     if case.has_bias:
         return "needs scores without bias"
     if case.page_size is not None and case.head_size > LARGEST_HEAD_OF_PAGES:

@@ -103,4 +103,4 @@ def test_a_call_with_a_plan_is_two_kernels(case: Case, tmp_path: Path) -> None:
     assert "cp.async.cg.shared.global" in attention or case.head_size % 64 or case.is_fp8
     assert "cp.async" in attention
     for ptx in (attention, kernels["merge_pieces"]):
-        check_memory(ptx)
+        check_memory(ptx, case.kind)
