@@ -15,7 +15,7 @@ _PTX_VERSION = "8.8"
 
 
 class Assembled(NamedTuple):
-    """A kernel assembled for sm_90a."""
+    """An assembled kernel."""
 
     ptxas: str  # the assembler's own version, as "12.9.86"
     report: str  # what it says of registers, spills and serialised wgmma
@@ -50,7 +50,7 @@ def ptxas_version(path: Path) -> str:
     return _number(r"\bV(\d+\.\d+\.\d+)\b", _run(path, "--version"))
 
 
-def assemble(ptx: str, version: str) -> Assembled:
+def assemble(ptx: str, version: str, architecture: str = "sm_90a") -> Assembled:
     """Assemble PTX that was made for any of `VERSIONS` as XLA does, and disassemble it.
 
     Raises:
@@ -60,7 +60,7 @@ def assemble(ptx: str, version: str) -> Assembled:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        report = _run(ptxas(version), "-arch=sm_90a", "-v", "--warn-on-spills", source, "-o", cubin)
+        report = _run(ptxas(version), f"-arch={architecture}", "-v", "--warn-on-spills", source, "-o", cubin)
         return Assembled(ptxas_version(ptxas(version)), report, _run(_disassembler(), "-c", "-hex", cubin))
 
 

@@ -64,7 +64,7 @@ def row(model: LlamaConfig, topology: Topology, plan: ParallelPlan) -> Row:
 
 
 def table() -> Iterator[tuple[str, ...]]:
-    """Of each case and kind the plan that fits most requests, of equals the one with the least TPOT of one."""
+    """Yield the rows: of each case and kind the plan that fits most requests, of equals the one with least TPOT."""
     yield HEAD
     yield ("---",) * len(HEAD)
     for name, gpus, topology in CASES:

@@ -11,9 +11,11 @@ from jax import Array
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
+from longctx.kernels.triton.device import unsupported_device
+from longctx.kernels.triton.tile_config import LARGEST_FLOAT32_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_PAGES
 
 # In the order in which they are preferred.
-NAMES = ("mosaic_gpu", "xla", "reference")
+NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 # The releases of CUDA that are refused by the platform's version, where the version of ptxas can't be known.
 _BROKEN_CUDA = range(12080, 12090)
 
@@ -44,7 +46,7 @@ class Selection:
     Attributes:
       taken: its name.
       refused: the reason for each other one, by name.
-      ptxas: what assembles the kernels of `mosaic_gpu` on a Hopper GPU; elsewhere empty.
+      ptxas: what assembles the kernels on a Hopper GPU; elsewhere empty.
 
     Examples:
       >>> import jax
@@ -52,7 +54,7 @@ class Selection:
       >>> q = jax.ShapeDtypeStruct((6, 8, 64), "bfloat16")
       >>> selection = explain(q, q)
       >>> selection.taken, sorted(selection.refused)
-      ('xla', ['mosaic_gpu', 'reference'])
+      ('xla', ['mosaic_gpu', 'reference', 'triton'])
     """
 
     taken: str
@@ -85,6 +87,7 @@ def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pa
       >>> q, k = jax.ShapeDtypeStruct((6, 8, 64), "bfloat16"), jax.ShapeDtypeStruct((6, 2, 64), "bfloat16")
       >>> print(explain(q, k))
       mosaic_gpu  needs an NVIDIA GPU of the Hopper generation (sm_90), got cpu 'cpu'
+      triton      needs an NVIDIA GPU of compute capability 8.0 or later, got cpu 'cpu'
       xla         taken
       reference   dense: for tests, takes the memory of all scores
     """
@@ -99,13 +102,13 @@ def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pa
 
 def select(case: Case) -> Selection:
     """The best implementation for the case, with reasons."""
-    refused = {"reference": "dense: for tests, takes the memory of all scores"}
     device = Device.target()
     ptxas = _describe_ptxas(device) if device.is_hopper and device.kind != "interpreter" else ""
-    reason = unsupported_reason(case)
-    if reason is None:
-        return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"}, ptxas)
-    return Selection("xla", refused | {"mosaic_gpu": reason}, ptxas)
+    reasons = {name: unsupported_reason(case, name) for name in NAMES}
+    taken = next(name for name in NAMES if reasons[name] is None)
+    slower = f"slower than {taken}, which supports the case"
+    refused = {name: reason or slower for name, reason in reasons.items() if name != taken}
+    return Selection(taken, refused | {"reference": "dense: for tests, takes the memory of all scores"}, ptxas)
 
 
 def _describe_ptxas(device: Device) -> str:
@@ -117,26 +120,30 @@ def choose(names: Sequence[str], case: Case) -> str:
     """The first of the named implementations that supports the case, or the best one if none is named.
 
     Raises:
-      NotImplementedError: the named one does not support the case; the message says why.
+      NotImplementedError: none of them supports the case; the message says why.
     """
     if not names:
         return select(case).taken
-    reason = unsupported_reason(case) if "mosaic_gpu" in names else None
-    for name in names:
-        if name != "mosaic_gpu" or reason is None:
+    reasons = {name: unsupported_reason(case, name) for name in names}
+    for name, reason in reasons.items():
+        if reason is None:
             return name
-    raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
+    refused = "; ".join(f"implementation {name!r} {reason}" for name, reason in reasons.items())
+    raise NotImplementedError(f"{refused}; 'xla' would serve")
 
 
-def unsupported_reason(case: Case) -> str | None:
-    """Why `mosaic_gpu` does not support the case; None if it does."""
+def unsupported_reason(case: Case, name: str) -> str | None:
+    """Why the named implementation does not support the case; None if it does."""
+    of_name = {"mosaic_gpu": _mosaic_gpu_lacks, "triton": _triton_lacks}
+    return of_name[name](case) if name in of_name else None
+
+
+def _mosaic_gpu_lacks(case: Case) -> str | None:
     device = Device.target()
     if not device.is_hopper:
         return f"needs an NVIDIA GPU of the Hopper generation (sm_90), got {device.platform} {device.kind!r}"
-    broken = device.ptxas.broken
-    if broken or (broken is None and device.cuda_version in _BROKEN_CUDA):
-        which = f"found {device.ptxas}" if broken else "the platform's version is CUDA 12.8"
-        return f"needs a ptxas that is not of CUDA 12.8.0 to 12.9.0, which miscompiles such loops: {which}"
+    if reason := _broken_ptxas(device):
+        return reason
     if case.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:
@@ -154,3 +161,29 @@ def unsupported_reason(case: Case) -> str | None:
     if page_size is not None and (page_size % 16 or (block % page_size and page_size % block)):
         return f"needs a page size, a multiple of 16, that divides {block} or is a multiple of it, got {page_size}"
     return None
+
+
+def _triton_lacks(case: Case) -> str | None:
+    if reason := unsupported_device() or _broken_ptxas(Device.target()):
+        return reason
+    if case.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"needs a dtype of bfloat16, float16 or float32, got {case.dtype}"
+    largest = LARGEST_FLOAT32_HEAD if case.dtype == jnp.float32 else LARGEST_HEAD
+    if (size := max(case.head_size, case.value_size)) > largest:
+        return f"needs a head size of at most {largest}, got {size}"
+    if case.has_bias:
+        return "needs scores without bias"
+    if case.page_size is not None and case.head_size > LARGEST_HEAD_OF_PAGES:
+        return f"needs pages with a head size of at most {LARGEST_HEAD_OF_PAGES}, got {case.head_size}"
+    if case.is_fp8 and case.head_size % 2:
+        return f"needs FP8 pages with an even head size, got {case.head_size}"
+    return None
+
+
+def _broken_ptxas(device: Device) -> str | None:
+    """Why the assembler of kernels for a Hopper GPU can't be trusted with loops that have a mask."""
+    broken = device.ptxas.broken
+    if not device.is_hopper or not (broken or (broken is None and device.cuda_version in _BROKEN_CUDA)):
+        return None
+    which = f"found {device.ptxas}" if broken else "the platform's version is CUDA 12.8"
+    return f"needs a ptxas that is not of CUDA 12.8.0 to 12.9.0, which miscompiles such loops: {which}"

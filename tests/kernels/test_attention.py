@@ -16,6 +16,7 @@ from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.triton import adapter as triton
 
 LIMITED = ("first", "last", "first and last")
 
@@ -52,6 +53,33 @@ def test_limits_of_queries_are_a_bias_of_booleans(case: Case) -> None:
 class TestReference(AttentionTestBase):
     implementation = "reference"
     examples, half_examples, slow_examples = 3, 1, 5
+
+
+class TestTriton(AttentionTestBase):
+    """Interpreted on the CPU."""
+
+    implementation = "triton"
+    # Head sizes of one piece, and of two; groups that fill tiles, that do not, and that take several.
+    shapes = (
+        ((), 40, 300, 1, 3, 24, 3),
+        ((2, 1), 70, 150, 2, 4, 80, 12),
+        ((2,), 3, 700, 1, 70, 8),
+    )
+    half_shapes = (((), 70, 200, 2, 2, 64), ((), 130, 90, 1, 1, 96, 40))
+    any_shape = st.tuples(
+        st.sampled_from([(), (1,), (2,), (2, 1)]),
+        st.integers(1, 300),
+        st.integers(1, 500),
+        st.integers(1, 2),
+        st.sampled_from([1, 2, 3, 4, 8, 130]),
+        st.integers(1, 260),
+    )
+    rules = ("causal", "all", "window", "both sides", "soft cap")
+    examples, half_examples, slow_examples = 2, 2, 60
+    supports_float64 = False
+
+    def where(self) -> contextlib.AbstractContextManager[None]:
+        return triton.interpreted()
 
 
 class TestMosaicGpu(AttentionTestBase):
@@ -126,7 +154,8 @@ class TestMosaicGpu(AttentionTestBase):
         queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (jnp.arange(length)[None], jnp.arange(2000)[None]))
         kernel = Kernel("mosaic_gpu", AttentionRule(True, 0.125), reserved_multiprocessors=reserved)
         with adapter.interpreted(num_multiprocessors=7):
-            plan = jax.eval_shape(lambda *x: kernel.plan((1, length, 2, 64), (1, 2000, 2, 64), *x), queries, keys)
+            q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (length, 2000))
+            plan = jax.eval_shape(lambda *x: kernel.plan(q, k, *x), queries, keys)
         assert len(plan.work.workers) == num_workers
 
     @pytest.mark.slow

@@ -90,7 +90,7 @@ class Slope:
         (
             {"implementation": "fast"},
             ValueError,
-            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'xla'\], or a sequence of these",
+            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'triton', 'xla'\], or a sequence",
         ),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
         ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),

@@ -26,7 +26,8 @@ def test_without_a_gpu_xla_is_taken() -> None:
     selection = explain(Q, Q)
     assert selection.taken == "xla"
     assert selection.refused["mosaic_gpu"] == "needs an NVIDIA GPU of the Hopper generation (sm_90), got cpu 'cpu'"
-    assert str(selection).splitlines()[1] == "xla         taken"
+    triton = "needs an NVIDIA GPU of compute capability 8.0 or later, got cpu 'cpu'"
+    assert str(selection).splitlines()[1:3] == [f"triton      {triton}", "xla         taken"]
 
 
 def test_on_hopper_the_kernel_is_taken() -> None:

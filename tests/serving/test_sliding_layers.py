@@ -1,5 +1,6 @@
 """Steps of a model with sliding layers, whose window pages are written over, against its dense forward pass."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from longctx.models import Llama, LlamaConfig
 from longctx.models.attend import dense_attend
-from longctx.models.params import Params
+from longctx.models.params import Ffn, Params
 from longctx.models.sharded_params import shard_params
 from longctx.parallel.mesh import make_mesh
 from longctx.serving.runner.model_runner import ModelRunner
@@ -18,6 +19,7 @@ from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 LENGTH, PAGE, WINDOW, CHUNK = 45, 4, 10, 6
 CONFIG = LlamaConfig(50, 32, 24, 5, 4, 2, 8, sliding_window=WINDOW, sliding_layers=(True, True, False, True, False))
+WITH_SINKS = dataclasses.replace(CONFIG, attention_sinks=True, out_bias=True)
 ALL_SLIDING = LlamaConfig(50, 32, 24, 3, 4, 2, 8, sliding_window=WINDOW)
 TOKENS = np.random.default_rng(0).integers(0, 50, LENGTH)
 
@@ -38,19 +40,18 @@ def dense(config: LlamaConfig) -> np.ndarray:
 class Host:
     """The host of one sequence, page n of which is on rank n modulo ranks, as is its window page, one of few."""
 
-    def __init__(self, config: LlamaConfig, sizes: tuple[int, int, int], apart: bool) -> None:
+    def __init__(self, config: LlamaConfig, sizes: tuple[int, int, int], apart: bool, ffn: Ffn = "tensor") -> None:
         self.stages, self.ranks, _ = sizes
         pages = -(-LENGTH // PAGE)
         self.num_window_pages = -(-((WINDOW + CHUNK + PAGE) // PAGE + 1) // self.ranks)
         assert self.num_window_pages * self.ranks < pages, "window pages must be used again"
         rows = (0, 0, CHUNK) if self.ranks == 1 else (0, CHUNK, 0)
-        self.shape = Shape.of(rows, 2, PAGE, pages, 0, self.ranks, num_window_pages=self.num_window_pages)
+        self.shape = Shape.of(rows, 2, PAGE, pages, 0, self.ranks, ffn=ffn, num_window_pages=self.num_window_pages)
         mesh, params = make_mesh(*sizes), params_of(config)
         if apart:
-            params = shard_params(params, config, mesh, apart=True)
-        sizes_of_runner = pages, PAGE, 2, pages, rows
-        window_pages = {"num_window_pages": self.num_window_pages}
-        self.runner = ModelRunner(Llama(config), params, mesh, *sizes_of_runner, **window_pages)
+            params = shard_params(params, config, mesh, apart=True, ffn=ffn)
+        counts = pages, PAGE, 2, pages, rows
+        self.runner = ModelRunner(Llama(config), params, mesh, *counts, ffn=ffn, num_window_pages=self.num_window_pages)
 
     def run(self) -> np.ndarray:
         starts = [*range(0, LENGTH, CHUNK)]
@@ -114,6 +115,14 @@ class Host:
 def test_steps_are_as_the_dense_forward_pass(config: LlamaConfig, sizes: tuple[int, int, int], apart: bool) -> None:
     """Of one program and of one for each layer, with stages that differ in their kinds of layers."""
     np.testing.assert_allclose(Host(config, sizes, apart).run(), dense(config), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "apart"), [((1, 2, 2), False), pytest.param((2, 2, 1), True, marks=pytest.mark.slow)]
+)
+def test_a_rank_adds_the_sinks_and_the_bias_of_its_heads(sizes: tuple[int, int, int], apart: bool) -> None:
+    """Where context ranks share output projections: sinks count once, after the merge, and so does the bias."""
+    np.testing.assert_allclose(Host(WITH_SINKS, sizes, apart, "all").run(), dense(WITH_SINKS), atol=2e-4)
 
 
 def test_entries_are_set_with_their_window_pages() -> None:

@@ -141,7 +141,7 @@ def plan_attention(
 @kernel_jit("kernel", "q", "k", inline=True)
 def _plan(kernel: Kernel, q: Any, k: Any, masks: tuple[Any, ...]) -> AttentionPlan:
     queries, keys = flatten_tokens(Arguments(q, k, k, *masks))
-    flat_q, flat_k = ((math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k))
+    flat_q, flat_k = (jax.ShapeDtypeStruct((math.prod(x.shape[:-3]), *x.shape[-3:]), x.dtype) for x in (q, k))
     data = kernel.plan(flat_q, flat_k, queries, keys)
     return AttentionPlan(
         kernel.implementation, kernel.rule.causal, kernel.rule.window, q.shape, k.shape, queries, keys, data

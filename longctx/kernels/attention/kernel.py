@@ -45,10 +45,30 @@ def mosaic_gpu_backward(*operands: Any) -> tuple[Array, ...]:
     return mosaic_gpu_backward(*operands)
 
 
-# forward(q, k, v, queries, keys, rule, state, bias) -> (out, lse); "mosaic_gpu" takes its plan before the state
+def triton_attention(*operands: Any) -> tuple[Array, Array]:
+    from longctx.kernels.attention.triton import triton_attention
+
+    return triton_attention(*operands)
+
+
+def plan_triton(*arguments: Any) -> Any:
+    from longctx.kernels.attention.triton import plan_triton
+
+    return plan_triton(*arguments)
+
+
+def triton_backward(*operands: Any) -> tuple[Array, ...]:
+    from longctx.kernels.attention.triton_backward import triton_backward
+
+    return triton_backward(*operands)
+
+
+# forward(q, k, v, queries, keys, rule, state, bias) -> (out, lse); those with a plan take
+# (q, k, v, queries, keys, rule, plan, state, out_dtype)
 # backward(q, k, v, queries, keys, rule, lse, row_terms, d_out, bias) -> (d_q, d_k, d_v), and d_bias of numbers
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mosaic_gpu": (mosaic_gpu_attention, mosaic_gpu_backward),
+    "triton": (triton_attention, triton_backward),
     "xla": (xla_attention, xla_backward),
     "reference": (reference_attention, reference_backward),
 }
@@ -131,18 +151,25 @@ class Kernel:
     def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
         if self.implementation != "reference":
             check_constant(self.implementation, T=operands.q.shape[-3], S=operands.k.shape[-3])
-        if self.implementation == "mosaic_gpu":
+        forward = IMPLEMENTATIONS[self.implementation][0]
+        if self.implementation in ("mosaic_gpu", "triton"):
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
             if plan is None:
-                plan = self.plan(operands.q.shape, operands.k.shape, operands.queries, operands.keys)
-            return mosaic_gpu_attention(*operands[:5], self.rule, plan, state, out_dtype)
-        return IMPLEMENTATIONS[self.implementation][0](*operands[:5], self.rule, state, operands.bias)
+                plan = self.plan(operands.q, operands.k, operands.queries, operands.keys)
+            return forward(*operands[:5], self.rule, plan, state, out_dtype)
+        return forward(*operands[:5], self.rule, state, operands.bias)
 
-    def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
-        """Return what `forward` derives from shapes, tokens and the rule alone; None: nothing."""
-        if self.implementation != "mosaic_gpu" or 0 in (*q_shape, *k_shape):
+    def plan(
+        self, q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, queries: Tokens, keys: Tokens
+    ) -> Any:
+        """Return what `forward` derives from the types of q and k, tokens and the rule alone; None: nothing."""
+        if 0 in (*q.shape, *k.shape):
             return None
-        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.rule, self.reserved_multiprocessors)
+        if self.implementation == "triton":
+            return plan_triton(q.shape, k.shape, q.dtype, queries, keys, self.rule)
+        if self.implementation == "mosaic_gpu":
+            return plan_mosaic_gpu(q.shape, k.shape, queries, keys, self.rule, self.reserved_multiprocessors)
+        return None
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, ...]:
         """Return the contribution of these keys to (d_q, d_k, d_v), given lse and `row_terms` over all keys.

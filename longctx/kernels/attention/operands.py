@@ -20,7 +20,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule, BiasFunction
 
 Bias = Float[ArrayLike, "... T S"] | Bool[ArrayLike, "... T S"] | BiasFunction
-_Name = Literal["mosaic_gpu", "xla", "reference"]
+_Name = Literal["mosaic_gpu", "triton", "xla", "reference"]
 Implementation = _Name | Sequence[_Name]
 Window = int | tuple[int | None, int | None]
 _MOST_TOKENS = 2**31 - 1  # positions are int32

@@ -11,6 +11,10 @@ import jax
 from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+# Ahead of time only the name is known. Words of names of GPUs before Ampere, and of another maker.
+_BEFORE_AMPERE = re.compile(
+    r"\b([KMPV]\d{2,3}|P4|T4|GTX|TITAN|RTX 20\d\d|Quadro|AMD|MI\d+\w*|Radeon|gfx\w+)\b", re.IGNORECASE
+)
 
 
 class Interpreter(NamedTuple):
@@ -34,6 +38,7 @@ class Device(NamedTuple):
     num_multiprocessors: int
     cuda_version: int = 0  # the platform's, 12090 for 12.9.0 and 12.9.1; 0 if unknown
     ptxas: Ptxas = Ptxas()  # what assembles kernels for it, if it is a Hopper
+    capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
 
     @property
     def is_gpu(self) -> bool:
@@ -67,8 +72,16 @@ class Device(NamedTuple):
             return found
         by_name = any(name in kind.split() for name in _HOPPER)
         is_hopper = by_name if capability is None else str(capability) == "9.0"
+        if capability is None:
+            known = (9, 0) if is_hopper else None if _BEFORE_AMPERE.search(kind) else (8, 0)
+        else:  # "gfx942" is one of AMD's
+            parts = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
+            known = parts and (int(parts[1]), int(parts[2]))
         return found._replace(
-            is_hopper=is_hopper, num_multiprocessors=num_cores or 132, ptxas=ptxas_in_use() if is_hopper else Ptxas()
+            is_hopper=is_hopper,
+            num_multiprocessors=num_cores or 132,
+            ptxas=ptxas_in_use() if is_hopper else Ptxas(),
+            capability=known,
         )
 
 

@@ -20,7 +20,7 @@ from longctx.serving.runner.step_inputs import Shape
 
 
 class Collectives(NamedTuple):
-    """What `Llama.layer` takes under these names, inside `shard_map`."""
+    """Functions of a device that `Llama.layer` takes under these names, inside `shard_map`."""
 
     psum: Callable[[Array], Array]
     pmax: Callable[[Array], Array]

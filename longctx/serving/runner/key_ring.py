@@ -88,10 +88,12 @@ class KeyRing:
         queries = Tokens(positions, inputs.slots[None, :rows], None if first_of is None else first_of(positions))
         keys = jax.tree.map(lambda x: x[:, None], keys)
         kv_heads, head_size = pool.shape[2:]
-        kernel = check_kernel(jax.ShapeDtypeStruct((rows, num_heads, head_size), dtype), True, None, None)
-        kernel = kernel.beside_hops(ranks)
-        sizes = (1, rows, num_heads, head_size), (1, keys.positions.shape[-1], kv_heads, head_size)
-        plans = [kernel.plan(*sizes, queries, _keys_after(hop, keys)) for hop in range(ranks)]
+        q, k = (
+            jax.ShapeDtypeStruct((1, length, heads, head_size), dtype)
+            for length, heads in ((rows, num_heads), (keys.positions.shape[-1], kv_heads))
+        )
+        kernel = check_kernel(q, True, None, None).beside_hops(ranks)
+        plans = [kernel.plan(q, k, queries, _keys_after(hop, keys)) for hop in range(ranks)]
         num_rounds = inputs.message_rounds[0] if shape.rounds > 1 else None
         return cls(queries, keys, source, places, own, cached, num_rounds, plans, shape)
 

@@ -250,7 +250,7 @@ def _sizes(devices: int, most: int) -> list[int]:
 
 
 def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[ParallelPlan]:
-    """Ways to place pages: on one rank after the other with different limits, or round robin; each with Helix too."""
+    """Ways to place pages: on one rank after the other with different limits, or round robin; with Helix too."""
     if ranks == 1:
         yield ParallelPlan(stage, 1, tensor)
         return
@@ -259,8 +259,8 @@ def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[P
         limit = -(-share // part // _PAGE) * _PAGE
         if limit >= _FIRST[1]:
             for exchange in ("kvp", "auto"):
-                plan = ParallelPlan(stage, ranks, tensor, exchange, rank_tokens=limit)
-                yield from (plan, dataclasses.replace(plan, ffn="all"))
+                yield ParallelPlan(stage, ranks, tensor, exchange, rank_tokens=limit)
+            yield ParallelPlan(stage, ranks, tensor, rank_tokens=limit, ffn="all")
     yield ParallelPlan(stage, ranks, tensor, placement="interleave")
     yield ParallelPlan(stage, ranks, tensor, "kvp", "interleave", ffn="all")
 
