@@ -22,7 +22,7 @@ ROWS, PAGE_SIZE, PAGES, SEQUENCES, ENTRIES = 16, 16, 1024, 4, 64
 
 def prefill(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     keys = ((TOKENS, KV_HEADS, SIZE), dtype)
-    return lambda q, k, v: attention(q, k, v)[0], [((TOKENS, HEADS, SIZE), dtype), keys, keys]
+    return lambda q, k, v: attention(q, k, v, implementation="xla")[0], [((TOKENS, HEADS, SIZE), dtype), keys, keys]
 
 
 def gradients(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
@@ -32,7 +32,7 @@ def gradients(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
 
 def paged(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     def forward(q, k, v, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
-        return paged_attention(q, k, v, table, table, lengths, positions, sequence)[0]
+        return paged_attention(q, k, v, table, table, lengths, positions, sequence, implementation="xla")[0]
 
     pages = ((PAGES, PAGE_SIZE, KV_HEADS, SIZE), dtype)
     of_sequences, of_rows = ((SEQUENCES,), jnp.int32), ((ROWS,), jnp.int32)

@@ -20,8 +20,9 @@ from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
 from longctx.kernels.mosaic_gpu.work import Tile, Tiles, Work, equal_shares, whole_items
-from longctx.kernels.paged_attention.mosaic_gpu import max_rows, plan_mosaic_gpu
+from longctx.kernels.paged_attention.mosaic_gpu import ALIGNMENT, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
+from longctx.kernels.paged_attention.sorted_tiles import max_rows
 
 Part = tuple[int, list[int], list[int]]
 share_equally, share_whole = (jax.jit(f, static_argnums=(1, 2)) for f in (equal_shares, whole_items))
@@ -191,7 +192,7 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
     table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.seen[0]))
     config = TileConfig.choose(64, last.shape[1])
     tokens, heads = np.asarray(plan.token), np.asarray(plan.head)
-    assert len(tokens) == max_rows(len(case.q), group, len(case.metadata["kv_lengths"]))
+    assert len(tokens) == max_rows(len(case.q), group, len(case.metadata["kv_lengths"]), ALIGNMENT)
     # TMA copies rows into tiles of 8 in shared memory: from any other row on, some would arrive as zeros.
     assert not (table[:, 1] % 8).any()
     lengths, sequences = case.metadata["kv_lengths"], case.metadata["q_sequence"]
