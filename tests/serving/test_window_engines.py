@@ -52,6 +52,12 @@ def test_tokens_equal_those_of_the_dense_model(
     check_tokens(sizes, strategy, events=60, layers=4, windows=MODELS[name])
 
 
+@pytest.mark.parametrize("strategy", [GROWN, pytest.param(SINGLE, marks=pytest.mark.slow)], ids=str)
+def test_tokens_where_context_ranks_share_the_feed_forward(strategy: tuple[str, str]) -> None:
+    """Helix: rows are on ranks that have neither pages nor window pages of their request."""
+    check_tokens((1, 4, 1), strategy, events=40, layers=4, windows=MIXED, ffn="all")
+
+
 ONE, STAGES = ParallelPlan(), ParallelPlan(2, 1, 1)
 EXACT = SamplingParams(max_tokens=8, ignore_eos=True)
 
