@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import transformers
 
-from benchmarks.server_process import serve
+from benchmarks.server_process import Process, serve_command
 from longctx.models import load_checkpoint, save_checkpoint
 from longctx.models.checkpoint import read_model
 from longctx.models.gguf_tokenizer import read_gguf_tokenizer
@@ -82,19 +82,14 @@ def main() -> int:
     lengths = [length for length in args.lengths if length <= longest]
     shared = {"tokenizer": directory, "max_length": longest, "add_bos_token": True}
     peer = {"name": "hf", "pretrained": directory, "dtype": "float32", **shared}
-    flags = (
-        "--model",
-        str(args.file),
-        "--max-length",
-        str(max(lengths)),
-        "--max-running",
-        "2",
-        "--token-budget",
-        "512",
-    )
+    sizes = {"max-length": max(lengths), "max-running": 1, "token-budget": 512, "buckets": "8,512"}
+    flags = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
+    server = Process("longctx serve", serve_command("--model", str(args.file), *flags), out / "serve.log")
     different = 0
     print("tokens  task             longctx  transformers  seconds: longctx, transformers")
-    with serve(*flags) as server:
+    server.start()
+    try:
+        server.wait_until_ready(3600)
         for length in lengths:
             ours = {"name": "local-completions", "model": args.file.name, "tokenized_requests": True, **shared}
             ours |= {"base_url": f"{server.url}/v1/completions", "tokenizer_backend": "huggingface", "timeout": 3600}
@@ -107,6 +102,8 @@ def main() -> int:
                 different += mine != theirs
                 seconds = ", ".join(f"{after - before:.0f}" for before, after in itertools.pairwise(times))
                 print(f"{length:6}  {task:15}  {mine:7.2f}  {theirs:12.2f}  {seconds}", flush=True)
+    finally:
+        server.stop()
     return int(different > 0)
 
 

@@ -7,6 +7,7 @@ cores multiply. The optimistic figure hides the lesser of the two behind the gre
 It compiles for a GPU that is not here, so PYTHONPATH must have the CUDA plugin (`.venv/aot`).
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
