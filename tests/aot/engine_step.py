@@ -1,6 +1,6 @@
 """The engine's step compiled for an H100 updates the cache in place, and makes no array of its size.
 
-`paged` checks the same of attention without the kernel, and `mesh_step` of a step with it, in less time.
+`paged` checks the same of attention without a kernel, and `mesh_step` of a step with it, in less time.
 """
 
 import dataclasses
@@ -39,16 +39,20 @@ def check_step(config: LlamaConfig, dtype: Any, kv_dtype: str | None = None, win
 
 
 def test_the_step_updates_the_cache_in_place() -> None:
-    assert "mosaic_gpu" not in check_step(CONFIG, jnp.bfloat16)  # its head size is 16
+    text = check_step(CONFIG, jnp.bfloat16)
+    assert 'custom_call_target="mosaic_gpu' not in text  # its head size is 16
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2 * CONFIG.num_layers
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8_KV])
 def test_the_step_with_the_kernel_updates_the_cache_in_place(kv_dtype: str | None) -> None:
-    assert "mosaic_gpu" in check_step(dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16, kv_dtype)
+    assert 'custom_call_target="mosaic_gpu' in check_step(
+        dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16, kv_dtype
+    )
 
 
 def test_the_step_of_layers_of_both_kinds_updates_the_cache_in_place() -> None:
     """One kernel of attention serves both, in a loop over the layers."""
     slides = {"sliding_window": 512, "sliding_layers": (True, False, True)}
     config = dataclasses.replace(CONFIG, head_dim=128, **slides)
-    assert "mosaic_gpu" in check_step(config, jnp.bfloat16, window_pages=NUM_PAGES)
+    assert 'custom_call_target="mosaic_gpu' in check_step(config, jnp.bfloat16, window_pages=NUM_PAGES)

@@ -12,6 +12,7 @@ from tiered_engines import settle
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.serving import Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.profiler import measure, random_shapes
 from longctx.serving.request.handoff import Handoff
 
 MIXED = (11, (True, True, False, True))  # as Gemma 3 has them
@@ -49,6 +50,12 @@ def test_tokens_equal_those_of_the_dense_model(
 ) -> None:
     """Prompts in chunks and decodes mixed, sessions, shared prefixes, several completions, cancels."""
     check_tokens(sizes, strategy, events=60, layers=4, windows=MODELS[name])
+
+
+@pytest.mark.parametrize("strategy", [GROWN, pytest.param(SINGLE, marks=pytest.mark.slow)], ids=str)
+def test_tokens_where_context_ranks_share_the_feed_forward(strategy: tuple[str, str]) -> None:
+    """Helix: rows are on ranks that have neither pages nor window pages of their request."""
+    check_tokens((1, 4, 1), strategy, events=40, layers=4, windows=MIXED, ffn="all")
 
 
 ONE, STAGES = ParallelPlan(), ParallelPlan(2, 1, 1)
@@ -121,3 +128,13 @@ def test_requests_move_to_an_engine_of_another_plan(name: str, count: int) -> No
     assert output.metrics.loaded_tokens == 60 + count - 1
     first.step()
     assert first.stats().window_pages_held == second.stats().window_pages_held == 0
+
+
+def test_steps_with_window_pages_are_measured() -> None:
+    """More pages than window pages; the engine stays usable."""
+    engine, oracle = make_mesh_engine(ParallelPlan(1, 2, 1), 4, MIXED, num_pages=40), oracle_of(4, 1, None, MIXED)
+    shapes = random_shapes(engine, 150, 2)
+    assert len(measure(engine, shapes, repeats=1)) == 2
+    prompt = [(7 * i) % VOCAB for i in range(30)]
+    (output,) = engine.generate([prompt], EXACT)
+    assert output.token_ids == oracle.expected_tokens(prompt, EXACT)

@@ -120,7 +120,7 @@ def window_span(window: int, page_size: int) -> int:
 
 
 class WindowNeeds(NamedTuple):
-    """What decides how many window pages a rank needs, so that those that run never wait for one.
+    """Sizes that decide how many window pages a rank needs, so that those that run never wait for one.
 
     Attributes:
       span: see `window_span`.
