@@ -51,7 +51,7 @@ def evaluate(python: Path, out: Path, tasks: list[str], length: int, samples: in
     command = [
         *(str(python), "-m", "lm_eval", "--model", name, "--tasks", ",".join(tasks), "--limit", str(samples)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()), "--batch_size", "1"),
-        *("--metadata", json.dumps({"max_seq_lengths": [length], "tokenizer": arguments["tokenizer"]})),
+        *("--metadata", json.dumps({"max_seq_lengths": [length], "tokenizer": str(arguments["tokenizer"])})),
         *("--output_path", str(results), "--log_samples"),
         *(("--device", "cpu") if name == "hf" else ()),
     ]

@@ -159,6 +159,7 @@ def quantized_checkpoint(case: Case, directory: Path, modules: str) -> tuple[Lla
     ("case", "modules"),
     [
         (Case("llama", kv_heads=2, layers=4), "ffn"),
+        (Case("gemma3", tied=True, head_dim=16, own=(("sliding_window", 9), ("sliding_window_pattern", 2))), "ffn"),
         pytest.param(Case("llama", kv_heads=1, rope="llama3"), "all", marks=pytest.mark.slow),
         pytest.param(Case("qwen2", kv_heads=8, tied=True), "all", marks=pytest.mark.slow),
     ],
