@@ -1,4 +1,4 @@
-"""A step of several layers that writes pages and attends to them, to compile with abstract arguments."""
+"""A step of several layers that writes pages and attends to them by `"xla"`, to compile with abstract arguments."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def step(cache: tuple[Array, ...], x: Array, metadata: dict[str, Array]) -> tupl
         page = jnp.where(metadata["page"] < 0, -1, metadata["page"] + first_page)
         k_pages, v_pages, *scales = cache = write_pages(k_pages, v_pages, *new, page, metadata["offset"], *scales)
         others = {name: metadata.get(name) for name in ATTENDS} | dict(zip(SCALES, scales, strict=False))
-        out, _ = paged_attention(x, k_pages, v_pages, **others, first_page=first_page)
+        out, _ = paged_attention(x, k_pages, v_pages, **others, first_page=first_page, implementation="xla")
         return (x + out, cache), None
 
     (x, cache), _ = lax.scan(layer, (x, cache), jnp.arange(LAYERS, dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""Thunks of a step compiled for H100s, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
+"""Thunks of a step compiled for GPUs, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
 
 As a program, `python thunks.py MODEL STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL [LEVEL]` compiles a step, or the
 sampling after it at a level, with the flags of the environment, and prints how many bytes a step needs besides its
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from abstract_step import compile_sampling, compile_step, make_shape
-from h100 import h100_mesh
+from h100 import gpu_mesh
 
 from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.parallel.topology import AXES
@@ -72,7 +72,8 @@ def thunks_of(
     """The thunks of a step on a mesh, or of the sampling after it, compiled with some flags in another process.
 
     Args:
-      model: `CONFIG`, or the name of a preset; with `-fp8` behind it, its feed-forward is quantised.
+      model: `CONFIG`, or the name of a preset; with `-fp8` behind it, its feed-forward is quantised. With `@A100`
+        behind that, it is compiled for that GPU, not for H100s.
     """
     module = "jit_step" if level is None else "jit_sample_step"
     dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}"
@@ -105,12 +106,13 @@ def parse(text: str) -> Sequence:
 
 
 def main() -> None:
-    name, is_fp8 = sys.argv[1].removesuffix("-fp8"), sys.argv[1].endswith("-fp8")
+    name, _, kind = sys.argv[1].partition("@")
+    name, is_fp8 = name.removesuffix("-fp8"), name.endswith("-fp8")
     config = CONFIG if name == "small" else LlamaConfig.preset(name)
     if is_fp8:
         config = dataclasses.replace(config, quantization=RowwiseFp8.of(config.num_layers))
     *sizes, sharded, replicated, local = map(int, sys.argv[2:8])
-    mesh, rows = h100_mesh(**dict(zip(AXES, sizes, strict=True))), (sharded, replicated, local)
+    mesh, rows = gpu_mesh(kind or "H100", **dict(zip(AXES, sizes, strict=True))), (sharded, replicated, local)
     # On one device no `jax.shard_map` gives the kernels their mesh.
     with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
         shape = make_shape(mesh, rows)

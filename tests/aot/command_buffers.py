@@ -1,6 +1,7 @@
-"""What of a step for H100 is captured in command buffers, and what is not."""
+"""What of a step for H100, or for an older GPU, is captured in command buffers, and what is not."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def check_one_gpu(folder: Path, flags: str, model: str, num_layers: int, temp: i
 
 def test_a_step_on_one_gpu_is_one_command_buffer_and_copies_no_weights(tmp_path: Path) -> None:
     check_one_gpu(tmp_path, xla_flags(), "small", CONFIG.num_layers, temp=16)
+
+
+def test_a_step_on_one_a100_is_one_command_buffer_with_the_triton_kernels(tmp_path: Path) -> None:
+    """They are custom kernels, as XLA's own are."""
+    found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), xla_flags(), model="small@A100")
+    assert found.outermost == ["CommandBuffer"]
+    assert all(thunk.is_captured for thunk in found.leaves)
+    for name in ("paged_attention", "merge_pieces"):
+        assert (
+            len(re.findall(rf'custom-call\(.*__gpu\$xla.gpu.triton.*name = "{name}"', found.hlo)) == CONFIG.num_layers
+        )
+    assert 'custom_call_target="mosaic_gpu' not in found.hlo
+    assert copied_bytes(found.hlo, "params") == 0
 
 
 # Kernels of a level, its product with the head included, at most.

@@ -17,6 +17,8 @@ from longctx.kernels.fp8_rows import dequantize_rows, join_packed, pack_rows, sp
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 from longctx.kernels.selection import Selection
+from longctx.kernels.triton import adapter as triton
+from longctx.kernels.triton.e4m3 import dequantize_pairs
 
 attend = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype"))
 
@@ -98,6 +100,41 @@ def test_mosaic_gpu_is_as_good_as_dense(shape: Shape, data: st.DataObject, dtype
         got = run_fp8(case, pages, dtype, "mosaic_gpu", paged_attention)
     want = oracle(rounded)
     assert error(got, want) <= 2.5 * error(run(rounded, dtype, "reference"), want) + 2e-3
+
+
+# Pieces of words; a head size that is no power of two, pages that divide no block.
+TRITON_SHAPES = (
+    Shape(rows=20, heads=6, kv_heads=2, size=24, page_size=16, sequences=3, entries=8, index_given=True),
+    Shape(rows=9, heads=4, kv_heads=1, size=128, page_size=48, sequences=2, entries=3, index_given=False),
+    Shape(rows=40, heads=2, kv_heads=2, size=256, page_size=64, sequences=3, entries=3, index_given=True),
+)
+
+
+@pytest.mark.parametrize(
+    "shape", [TRITON_SHAPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in TRITON_SHAPES[1:])], ids=str
+)
+@given(data=st.data(), dtype=st.sampled_from(["float32", "bfloat16", "float16"]))
+@settings(max_examples=2)
+def test_triton_is_as_good_as_dense(shape: Shape, data: st.DataObject, dtype: str) -> None:
+    """It converts by integer arithmetic, to the same values of keys."""
+    case = data.draw(cases((shape,)))
+    rounded, pages = fp8_case(case)
+    with triton.interpreted():
+        got = run_fp8(case, pages, dtype, "triton")
+    want = oracle(rounded)
+    limit = 1e-5 if dtype == "float32" else 2.5 * error(run(rounded, dtype, "reference"), want) + 2e-3
+    assert error(got, want) <= limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_triton_converts_as_rows_are_dequantised(dtype: str) -> None:
+    """Every value of 8 bits, NaN and subnormals too, with scales of which some products are subnormal."""
+    bits = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
+    scale = np.array([1.0, 0.37, 3e-8, 2e3], np.float32)
+    low, high = dequantize_pairs(jnp.asarray(bits.view(np.uint16)), jnp.asarray(scale)[:, None], dtype)
+    want = dequantize_rows(jnp.asarray(bits), jnp.asarray(scale), dtype)
+    got = jnp.stack([low, high], -1).reshape(want.shape)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
 def random_rows(seed: int, *shape: int) -> np.ndarray:

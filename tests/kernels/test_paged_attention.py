@@ -16,6 +16,7 @@ from paged_cases import RULES, SHAPES, Case, Shape, cases, dense, error, make_ca
 from longctx.kernels import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.bits import to_bits
 from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.triton import adapter as triton
 
 
 @given(cases(SHAPES[:1], tuple(RULES)))
@@ -52,10 +53,26 @@ def test_gradients_through_pages(case: Case) -> None:
 
 
 @pytest.mark.slow
+@given(cases((SHAPES[0], SHAPES[3]), tuple(RULES)))
+@settings(max_examples=6)
+def test_gradients_through_pages_of_triton(case: Case) -> None:
+    with triton.interpreted():
+        check_gradients(case, jnp.float32, "triton", 2e-5)
+
+
+@pytest.mark.slow
 @given(cases(SHAPES, tuple(RULES)))
 @settings(max_examples=40)
 def test_gradients_through_pages_of_any_shape(case: Case) -> None:
     check_gradients(case, jnp.float32, "xla", 2e-5)
+
+
+@pytest.mark.slow
+@given(cases(SHAPES[3:], ("first and window",)))
+@settings(max_examples=3)
+def test_gradients_through_pages_by_triton(case: Case) -> None:
+    with triton.interpreted():
+        check_gradients(case, jnp.float32, "triton", 2e-5)
 
 
 def test_gradients_of_pages_of_bits_and_of_fp8() -> None:
@@ -76,6 +93,37 @@ def test_gradients_of_pages_of_bits_and_of_fp8() -> None:
 class TestXla(PagedAttentionTestBase):
     implementation = "xla"
     examples, half_examples, merge_examples = 5, 2, 2
+
+
+class TestTriton(PagedAttentionTestBase):
+    """Interpreted on the CPU, where three workers share the blocks; compiling a shape takes seconds."""
+
+    implementation = "triton"
+    rules = ("causal", "first and window")
+    shapes, half_shapes = SHAPES[:1], SHAPES[2:3]
+    examples, half_examples, merge_examples = 4, 2, 1
+    supports_float64 = False
+
+    def where(self) -> contextlib.AbstractContextManager[None]:
+        return triton.interpreted()
+
+
+# Head sizes of one piece, of two, and of the largest; pages that divide no block; groups of one tile, and of several.
+TRITON_SHAPES = (
+    *SHAPES,
+    Shape(rows=50, heads=6, kv_heads=2, size=16, page_size=48, sequences=4, entries=5, index_given=True),
+    Shape(rows=70, heads=5, kv_heads=1, size=80, page_size=16, sequences=3, entries=20, index_given=True),
+    Shape(rows=9, heads=260, kv_heads=2, size=96, page_size=128, sequences=3, entries=2, index_given=False),
+    Shape(rows=40, heads=2, kv_heads=2, size=192, page_size=256, sequences=2, entries=2, index_given=True),
+    Shape(rows=30, heads=8, kv_heads=1, size=256, page_size=32, sequences=6, entries=6, index_given=False),
+)
+
+
+@pytest.mark.slow
+class TestTritonShapes(TestTriton):
+    rules = tuple(RULES)
+    shapes = half_shapes = TRITON_SHAPES
+    examples, half_examples, merge_examples = 60, 60, 10
 
 
 # Pages smaller and larger than a block of keys; sequences that end in mid page.
@@ -220,7 +268,7 @@ PLAN = plan_paged_attention(4, PAGES, *[*CALL.values()][3:])
         (
             {"implementation": "fast"},
             ValueError,
-            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'xla'\], or",
+            r"implementation must be None, one of \['mosaic_gpu', 'reference', 'triton', 'xla'\], or",
         ),
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
         ({"plan": 3}, TypeError, "plan must be what plan_paged_attention returns, got int"),

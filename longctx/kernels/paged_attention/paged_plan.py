@@ -40,10 +40,25 @@ def mosaic_gpu_paged_attention(
     return mosaic_gpu_paged_attention(operands, rule, plan, out_dtype)
 
 
+def plan_triton(operands: PagedOperands, *limits: Any) -> Any:
+    from longctx.kernels.paged_attention.triton import plan_triton
+
+    return plan_triton(operands, *limits)
+
+
+def triton_paged_attention(
+    operands: PagedOperands, rule: AttentionRule, plan: Any, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    from longctx.kernels.paged_attention.triton import triton_paged_attention
+
+    return triton_paged_attention(operands, rule, plan, out_dtype)
+
+
 # plan(operands, before, max_rows_per_sequence, reserved_multiprocessors) -> data, from shapes and metadata
 # forward(operands, rule, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
+    "triton": (plan_triton, triton_paged_attention),
     "xla": (
         lambda operands, before, *_: plan_xla(operands, before),
         lambda operands, rule, data, _: xla_paged_attention(operands, rule, data),
@@ -121,9 +136,9 @@ def plan_paged_attention(
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
       max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
-        are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
+        are decodes. The kernels then take tiles that waste less. It is no limit: results are right for more rows,
         which take more tiles. None: any number.
-      reserved_multiprocessors: how many multiprocessors "mosaic_gpu" leaves to kernels that run beside it, such as
+      reserved_multiprocessors: how many multiprocessors the kernels leave to others that run beside them, such as
         NCCL's, a Python integer.
       q_first: as for `paged_attention`, which then takes it too.
 

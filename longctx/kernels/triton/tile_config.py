@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 SMALLEST = 16
 # Of keys and of values: that of multi-head latent attention, and for float32.
 LARGEST_HEAD, LARGEST_FLOAT32_HEAD = 576, 256
+LARGEST_HEAD_OF_PAGES = 256
 
 
 # By the most columns that keys and values have together, (block_q, block_kv) for 16-bit operands. They were chosen so
@@ -115,6 +116,23 @@ class TileConfig:
         of_queries, of_keys = next(sizes for most, sizes in table.items() if pressure <= most)
         block_q, block_kv, num_warps = of_keys if from_keys else of_queries
         return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps, num_stages=2)
+
+    @classmethod
+    def paged(cls, head_size: int, dtype: DTypeLike, num_rows: int, is_fp8: bool) -> "TileConfig":
+        """The configuration of the kernel over pages for `num_rows` rows of one KV head.
+
+        They are the largest tiles for which a thread has enough registers (`tests/aot/paged_triton.py`).
+        """
+        columns = padded(head_size)
+        block_q, block_kv, num_warps = 128, 32 if is_fp8 else 64, 4
+        if jnp.dtype(dtype).itemsize == 4:
+            block_q, block_kv, num_warps = (32, 32, 4) if columns <= 128 else (16, 16, 8)
+        elif columns > 128:
+            block_q, block_kv = 64 if columns == 256 else 32, 32
+        block_q = min(block_q, _power_over(num_rows))
+        if block_q * columns > 64 * 128:
+            num_warps = 8
+        return cls(block_q, block_kv, num_warps, num_stages=3)
 
 
 def _is_whole(*head_sizes: int) -> bool:

@@ -1,4 +1,4 @@
-"""The kernel that merges pieces, in the interpreter, against `merge_states`."""
+"""The kernels that merge pieces, in their interpreters, against `merge_states`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,15 @@ import pytest
 
 from longctx.kernels import merge_states
 from longctx.kernels.mosaic_gpu.adapter import interpreted
+from longctx.kernels.mosaic_gpu.device import Device, compiled_for
 from longctx.kernels.mosaic_gpu.merge import merge_pieces
+from longctx.kernels.triton import adapter as triton
+from longctx.kernels.triton import merge as triton_merge
+
+KERNELS = {
+    "mosaic_gpu": (interpreted, merge_pieces),
+    "triton": (triton.interpreted, triton_merge.merge_pieces),
+}
 
 
 def drawn(numbers: list[int], block_q: int, head_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -24,14 +32,18 @@ def drawn(numbers: list[int], block_q: int, head_size: int, seed: int) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("numbers", "group", "head_size", "dtype"),
+    ("implementation", "numbers", "group", "head_size", "dtype"),
     [
-        ([1, 0, 37, 2], 2, 64, "float32"),
-        ([23, 3], 3, 128, "bfloat16"),
-        ([5, 0], 1, 256, "float16"),
+        ("mosaic_gpu", [1, 0, 37, 2], 2, 64, "float32"),
+        ("mosaic_gpu", [23, 3], 3, 128, "bfloat16"),
+        ("mosaic_gpu", [5, 0], 1, 256, "float16"),
+        ("triton", [1, 0, 37, 2], 2, 80, "float32"),
+        ("triton", [23, 3], 3, 128, "bfloat16"),
     ],
 )
-def test_pieces_of_every_number_merge(numbers: list[int], group: int, head_size: int, dtype: str) -> None:
+def test_pieces_of_every_number_merge(
+    implementation: str, numbers: list[int], group: int, head_size: int, dtype: str
+) -> None:
     """Rows in any order, in tiles of which a head has two (or one); padding; empty pieces; unused ones are not read."""
     row_heads, block_q, tokens = 2, 16, 3
     num_tiles = len(numbers) // row_heads
@@ -53,8 +65,9 @@ def test_pieces_of_every_number_merge(numbers: list[int], group: int, head_size:
             want_out[token, head], want_lse[token, head] = merge_states(out[own, row], lse[own, row])
 
     arguments = [jnp.asarray(x) for x in (out, lse, pieces, place)]
+    interpreted, merge = KERNELS[implementation]
     with interpreted():
-        got_out, got_lse = merge_pieces(*arguments, heads, jnp.dtype(dtype))
+        got_out, got_lse = merge(*arguments, heads, jnp.dtype(dtype))
     assert got_out.dtype == dtype
     np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(want_lse))
     seen = ~np.isneginf(want_lse)
@@ -66,12 +79,15 @@ def test_pieces_of_every_number_merge(numbers: list[int], group: int, head_size:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_more_rows_take_fewer_pieces_at_once(num_tokens: int) -> None:
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_more_rows_take_fewer_pieces_at_once(implementation: str, num_tokens: int) -> None:
     """On one multiprocessor 4 rows are not few, and 16 are many."""
     out, lse, pieces = drawn([1, 9, 2, 3], 16, 128, seed=3)
     place = np.array([[4], [9], [0], [15]], np.int32)[:num_tokens]
-    with interpreted(num_multiprocessors=1):
-        got_out, got_lse = merge_pieces(*(jnp.asarray(x) for x in (out, lse, pieces, place)), 4, jnp.float32)
+    merge = KERNELS[implementation][1]
+    one = compiled_for(Device("cpu", "cpu", False, 1)) if implementation == "triton" else interpreted(1)
+    with one:
+        got_out, got_lse = merge(*(jnp.asarray(x) for x in (out, lse, pieces, place)), 4, jnp.float32)
     for token, head in np.ndindex(num_tokens, 4):
         own = slice(pieces[head, 0], pieces[head].sum())
         want_out, want_lse = merge_states(out[own, place[token, 0]], lse[own, place[token, 0]])
