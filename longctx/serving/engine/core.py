@@ -416,14 +416,12 @@ class Core:
         length = min(sequence.computed, completion.num_known - 1)
         if not sequence.is_running or length <= 0:
             self.leases.drop(lease_id, sequence)
-        elif self.leases.keep(
-            lease_id,
-            sequence,
+            return
+        keys, held = (
             self._lease_keys(completion, sequence.keys, length),
-            sequence.pages,
-            length,
-            sequence.window_pages,
-        ):
+            (sequence.pages, length, sequence.window_pages),
+        )
+        if self.leases.keep(lease_id, sequence, keys, *held):
             completion.lease = Lease(lease_id, length)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
