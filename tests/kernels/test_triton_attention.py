@@ -99,7 +99,7 @@ def test_pieces_of_a_head(size: int) -> None:
     assert [piece.is_whole for piece in pieces[:-1]] == [True] * (len(pieces) - 1)
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (128, 128), (192, 128), (256, 256), (576, 512)])
+@pytest.mark.parametrize("sizes", [(576, 512), *((size, size) for size in range(1, 577, 25))])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_operands_in_flight_fit_into_shared_memory(sizes: tuple[int, int], dtype: str) -> None:
     """Of the smallest GPU, 99 KiB; heads of more than 256 in float32 are refused."""

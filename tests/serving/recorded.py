@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from fake_device import MODEL, VOCAB, FakeExecutor
+from fake_device import VOCAB, FakeExecutor, model_with
 
 from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
@@ -22,15 +22,16 @@ def recorded_engine(
     num_pages: int = 24,
     group: ProcessGroup | None = None,
     executor: Executor | None = None,
+    window: int | None = None,
     **options: object,
 ) -> Engine:
     """An engine in virtual time, with a tokenizer, whose tokens are bytes."""
     options = {"page_size": 4, "max_running": 6, "token_budget": 16} | options
     config = EngineConfig(num_pages=num_pages, **options)  # type: ignore[arg-type]
     plan = plan or ParallelPlan()
-    clock = executor = executor or FakeExecutor(config, plan, num_pages)
+    clock = executor = executor or FakeExecutor(config, plan, num_pages, window=window)
     return Engine(
-        MODEL,
+        model_with(window),
         None,
         config,
         tokenizer=ByteTokenizer(),

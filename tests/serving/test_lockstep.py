@@ -18,7 +18,7 @@ from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Arrival
 
 
-@settings(max_examples=3)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 2**20),
     processes=st.integers(2, 3),
@@ -28,17 +28,21 @@ from longctx.serving.distributed.orders import Arrival
     admission=st.sampled_from(["reserve", "optimistic"]),
     policy=st.sampled_from(["fcfs", "ilrs", "lrs", "lrs_relative"]),
     chunking=st.sampled_from(["static", "adaptive"]),
+    window=st.sampled_from([None, 6, 20]),
 )
 def test_all_processes_decide_alike(
-    seed: int, processes: int, plan: ParallelPlan, admission: str, policy: str, chunking: str
+    seed: int, processes: int, plan: ParallelPlan, admission: str, policy: str, chunking: str, window: int | None
 ) -> None:
+    options: Any = {"plan": plan, "admission": admission, "policy": policy, "chunking": chunking, "window": window}
+
     def act(group: ProcessGroup) -> Any:
-        engine = make_engine(40, plan=plan, admission=admission, policy=policy, chunking=chunking, group=group)
+        engine = make_engine(40, group=group, **options)
         if group.is_first:
             Workload(engine, seed).run(80)
         else:
             engine.follow()
-        return dataclasses.replace(engine.stats(), pages_cached=0)  # the first one's are cleared
+        # The first one's are cleared.
+        return dataclasses.replace(engine.stats(), pages_cached=0, window_pages_cached=0)
 
     first, *others = run_processes(processes, act)
     assert not isinstance(first, Exception), first

@@ -27,7 +27,7 @@ from longctx.simulation.incident.replayer import Differs
 PLANS = [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exchange="kvp", rank_tokens=12)]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     plan=st.sampled_from(PLANS),
@@ -37,6 +37,7 @@ PLANS = [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exch
     chunking=st.sampled_from(["static", "adaptive"]),
     prefix_cache=st.booleans(),
     run_ahead=st.integers(1, 3),
+    window=st.sampled_from([None, 6, 20]),
 )
 def test_every_decision_is_replayed(tmp_path_factory: pytest.TempPathFactory, seed: int, **options: Any) -> None:
     directory = tmp_path_factory.mktemp("log")

@@ -1,6 +1,7 @@
 """Tile sizes of the Triton kernels, and the pieces of a head size that is no power of two."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,19 +17,20 @@ LARGEST_HEAD_OF_PAGES = 256
 
 # By the most columns that keys and values have together, (block_q, block_kv) for 16-bit operands. They were chosen so
 # that no GPU since Ampere spills registers, and two stages fit into the 99 KiB of shared memory of the smallest.
-_FORWARD = {128: (128, 64), 256: (128, 64), 320: (128, 32), 512: (64, 32), 1152: (32, 16)}
-# (block_q, block_kv, num_warps) of the kernels of d_q, and of d_k and d_v.
+_FORWARD = {128: (128, 64), 256: (128, 64), 320: (128, 32), 512: (64, 32), math.inf: (32, 16)}
+# Likewise by `_pressure`, (block_q, block_kv, num_warps) of the kernels of d_q, and of d_k and d_v.
 _BACKWARD = {
     128: ((64, 64, 4), (64, 64, 4)),
     256: ((64, 64, 8), (64, 64, 8)),
-    320: ((64, 32, 8), (64, 32, 8)),
+    320: ((64, 32, 8), (32, 64, 8)),
     512: ((64, 16, 8), (16, 32, 8)),
-    1152: ((32, 16, 8), (16, 16, 8)),
+    math.inf: ((16, 16, 8), (16, 16, 8)),
 }
 _FLOAT32_BACKWARD = {
     128: ((32, 32, 4), (32, 32, 4)),
     256: ((16, 16, 4), (16, 16, 4)),
-    1152: ((16, 16, 8), (16, 16, 8)),
+    320: ((16, 16, 4), (16, 16, 4)),
+    math.inf: ((16, 16, 8), (16, 16, 8)),
 }
 
 
@@ -95,12 +97,13 @@ class TileConfig:
         """The configuration of the forward kernel for `num_rows` rows of one KV head."""
         columns = padded(head_size) + padded(value_size)
         if jnp.dtype(dtype).itemsize == 4:
-            block_q, block_kv, num_warps = (32, 32, 8) if columns <= 256 else (16, 16, 8)
-            return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps, num_stages=2)
+            block_q, block_kv = (32, 32) if _pressure(head_size, value_size) <= 256 else (16, 16)
+            return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps=8, num_stages=2)
         block_q, block_kv = next(sizes for most, sizes in _FORWARD.items() if columns <= most)
         block_q = min(block_q, _power_over(num_rows))
-        # Few rows leave little to divide.
-        num_warps = 4 if block_q * columns <= 128 * 128 and columns <= 512 else 8
+        # Fewer warps read keys and values less often from shared memory, where a thread has registers for their rows.
+        is_small = block_q * columns <= 64 * 256 and columns <= 512
+        num_warps = 4 if is_small and (block_q < 128 or _is_whole(head_size, value_size)) else 8
         return cls(block_q, block_kv, num_warps, num_stages=3 if columns <= 128 else 2)
 
     @classmethod
@@ -108,9 +111,9 @@ class TileConfig:
         cls, head_size: int, value_size: int, dtype: DTypeLike, num_rows: int, from_keys: bool
     ) -> "TileConfig":
         """The configuration of the kernel of d_q, or from keys of that of d_k and d_v."""
-        columns = padded(head_size) + padded(value_size)
-        sizes = _FLOAT32_BACKWARD if jnp.dtype(dtype).itemsize == 4 else _BACKWARD
-        of_queries, of_keys = next(sizes for most, sizes in sizes.items() if columns <= most)
+        table = _FLOAT32_BACKWARD if jnp.dtype(dtype).itemsize == 4 else _BACKWARD
+        pressure = _pressure(head_size, value_size)
+        of_queries, of_keys = next(sizes for most, sizes in table.items() if pressure <= most)
         block_q, block_kv, num_warps = of_keys if from_keys else of_queries
         return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps, num_stages=2)
 
@@ -130,6 +133,16 @@ class TileConfig:
         if block_q * columns > 64 * 128:
             num_warps = 8
         return cls(block_q, block_kv, num_warps, num_stages=3)
+
+
+def _is_whole(*head_sizes: int) -> bool:
+    """Whether each head size is one piece without columns beyond its end."""
+    return all(len(pieces_of(size)) == 1 and padded(size) == size for size in head_sizes)
+
+
+def _pressure(*head_sizes: int) -> int:
+    """The columns of head sizes, and for each further piece the columns whose registers it takes: for its pointers."""
+    return sum(padded(size) + 64 * (len(pieces_of(size)) - 1) for size in head_sizes)
 
 
 def _power_over(num_rows: int) -> int:

@@ -24,7 +24,7 @@ from longctx.serving.runner.step_inputs import RowInputs, Shape
 
 
 class WindowLayers(NamedTuple):
-    """What a step needs to know of sliding layers.
+    """Metadata of sliding layers, the same for all of them.
 
     Attributes:
       size: tokens that a query sees, itself included.
@@ -149,7 +149,7 @@ def _finite_values(k: Array, v: Array) -> tuple[Array, Array]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _LayerRows:
-    """What layers of one kind share in a step: where rows write, and how they attend."""
+    """The metadata that layers of one kind share in a step: of what rows write, and of what they attend to."""
 
     tables: PageTables
     pages: Int[Array, "written"]

@@ -1,4 +1,4 @@
-"""Where the pool of a device has the pages of each layer.
+"""The places of layers in the pool of a device.
 
 A layer with a sliding window sees the last tokens alone, so it has window pages for those, far fewer than others have.
 """
@@ -64,7 +64,7 @@ class LayerPages(NamedTuple):
     def rows(
         self, stage: int, places: np.ndarray, pages: np.ndarray, window_pages: np.ndarray | None
     ) -> Int32[np.ndarray, "pages places"]:
-        """Where pages are in some places of a stage; -1 in those that are sliding where the window page is -1."""
+        """Return where pages are in some places of a stage; -1 in those that are sliding where the window page is -1."""
         at = np.broadcast_to(pages[:, None], (len(pages), len(places)))
         if window_pages is not None:
             at = np.where(self.sliding[stage, places], window_pages[:, None], at)
