@@ -29,6 +29,8 @@ from longctx.models.gguf_tokenizer import read_gguf_tokenizer
 
 TASKS = ("niah_single_1", "niah_multikey_2")
 LENGTHS = (4096, 8192, 16384, 32768)
+# A needle has 7 digits. The prompts leave room for 128 tokens, of which the beginning of the answer takes some 20.
+ANSWER = 32
 
 
 def convert(file: Path, directory: Path) -> None:
@@ -52,7 +54,7 @@ def evaluate(python: Path, out: Path, tasks: list[str], length: int, samples: in
         *(str(python), "-m", "lm_eval", "--model", name, "--tasks", ",".join(tasks), "--limit", str(samples)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()), "--batch_size", "1"),
         *("--metadata", json.dumps({"max_seq_lengths": [length], "tokenizer": str(arguments["tokenizer"])})),
-        *("--output_path", str(results), "--log_samples"),
+        *("--gen_kwargs", f"max_gen_toks={ANSWER}", "--output_path", str(results), "--log_samples"),
         *(("--device", "cpu") if name == "hf" else ()),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
