@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
+from longctx.models.params import Ffn
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingLevel
 from longctx.serving.runner.layered_step import compile_layered_step
@@ -65,8 +66,10 @@ def on_mesh(mesh: Mesh, x: Any, spec: P) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def abstract_params(mesh: Mesh, dtype: object, config: LlamaConfig = CONFIG, layered: bool = False) -> dict:
-    params = abstract_sharded_params(config, mesh, dtype)
+def abstract_params(
+    mesh: Mesh, dtype: object, config: LlamaConfig = CONFIG, layered: bool = False, ffn: Ffn = "tensor"
+) -> dict:
+    params = abstract_sharded_params(config, mesh, dtype, ffn=ffn)
     if layered:  # as `shard_params` makes them on a CPU
         layer = {
             name: on_mesh(mesh, jax.ShapeDtypeStruct((mesh.shape["stage"], *x.shape[1:]), x.dtype), x.sharding.spec)
@@ -94,7 +97,7 @@ def compile_step(
     size = (mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape))
     inputs = on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), P("stage", "context")), _samples(mesh, shape)
     state = abstract_state(mesh, dtype, config, shape.num_pages, sections, kv_dtype)
-    params = abstract_params(mesh, dtype, config, layered)
+    params = abstract_params(mesh, dtype, config, layered, shape.ffn)
     starts = (sections[0], sections[0] + sections[1])
     arguments = (Llama(config), mesh, params, state, *inputs, shape, starts)
     if layered:

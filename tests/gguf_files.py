@@ -38,13 +38,20 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
-def own_name(name: str) -> str:
+
+def own_name(name: str, architecture: str) -> str:
     """llama.cpp's name of a tensor of transformers."""
     stem, _, suffix = name.rpartition(".")
     if stem.startswith("model.layers."):
         layer, _, kind = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{NAMES[kind]}.{suffix}"
+        names = NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+        return f"blk.{layer}.{names[kind]}.{suffix}"
     return f"{NAMES[stem]}.{suffix}"
 
 
@@ -90,9 +97,12 @@ def write_gguf(
       changes: metadata below the architecture, to add or replace; None leaves a key out.
     """
     config, rng = model.config, np.random.default_rng(0)
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    is_gemma = architecture == "gemma3"
     writer = gguf.GGUFWriter(path, architecture)
     rope = config.rope_parameters
+    if is_gemma:
+        rope, local_rope = rope["full_attention"], rope["sliding_attention"]
     keys: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -108,6 +118,10 @@ def write_gguf(
         keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if is_gemma:
+        pattern = [*config.layer_types, "full_attention"].index("full_attention") + 1
+        keys |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": pattern}
+        keys["rope.freq_base_swa"] = float(local_rope["rope_theta"])
     if getattr(config, "head_dim", None) is not None:
         keys |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     for key, value in (keys | changes).items():
@@ -123,13 +137,14 @@ def write_gguf(
         for name, parameter in model.state_dict().items():
             if tied and name == "lm_head.weight":
                 continue
-            tensor, order, own = parameter.float().numpy(), row_order(name, config), own_name(name)
+            tensor, order, own = parameter.float().numpy(), row_order(name, config), own_name(name, architecture)
+            added = np.float32(is_gemma and name.endswith("norm.weight"))  # which Gemma's norms add to their weights
             kind = (types or {}).get(own, Type.F32 if tensor.ndim == 1 else type)
-            data = encode(rng, tensor[order], kind)
+            data = encode(rng, tensor[order] + added, kind)
             writer.add_tensor(own, np.ascontiguousarray(data), raw_dtype=kind)
             dequantised = np.empty_like(tensor)
             dequantised[order] = gguf.dequantize(data, kind)
-            parameter.copy_(torch.tensor(dequantised))
+            parameter.copy_(torch.tensor(dequantised - added))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

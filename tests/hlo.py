@@ -125,7 +125,7 @@ def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
         return size / (2 if is_async else 1) * (n - 1) / n
     if kind == "all-reduce":
         return 2 * size / (2 if shapes.startswith("((") else 1) * (n - 1) / n
-    return size * (n - 1)
+    return size / (n + 1 if is_async else 1) * (n - 1)
 
 
 def opcodes_of_size(text: str, elements: int) -> set[str]:

@@ -62,7 +62,7 @@ paged_attention(q[4:], np.asarray(k_pages), np.asarray(v_pages), *metadata, firs
 
 mesh = make_mesh(context=2)
 context_parallel_attention(q, k, v, mesh=mesh, scale=1, q_positions=positions, kv_positions=positions)
-for method in (ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention, ulysses_attention):
+for method in (ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention, helix_attention, ulysses_attention):
     def local(q, k, v, positions):
         return method(q, k, v, [5, 5, 5], positions, scale=1)[0]
     over = P("context")

@@ -24,6 +24,7 @@ SLOW = {
     *(f"longctx.nnx.{name}" for name in ("ContextParallelAttention", "LlamaModule", "attention_fn", "to_nnx")),
     *(f"longctx.parallel.{name}" for name in ("all_gather_kv", "context_parallel_attention", "kvp_attention")),
     *(
+        "longctx.parallel.helix_attention",
         "longctx.parallel.ulysses_attention",
         "longctx.parallel.merge_over_ranks",
         "longctx.parallel.ring_pass_q",

@@ -76,12 +76,12 @@ def check_memory(
     max_length = config.longest_sequence(model.config.max_positions)
     num_pages = config.num_pages
     if num_pages is None:
-        estimate(model, config, mesh, dtype, 1, max_length).check(advice=advice)
-        num_pages = default_pages(model, config, mesh, dtype, max_length)
+        estimate(model, config, mesh, dtype, 1, max_length, plan=plan).check(advice=advice)
+        num_pages = default_pages(model, config, mesh, dtype, max_length, plan)
     if num_pages * plan.context < least_pages:
         got = num_pages * plan.context
         raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
-    use = estimate(model, config, mesh, dtype, num_pages, max_length)
+    use = estimate(model, config, mesh, dtype, num_pages, max_length, plan=plan)
     use.check(advice=advice)
     about = "" if config.num_pages or mesh.local_devices[0].platform == "cpu" else " by estimation"
     console.note(f"memory   {in_units(use.total)} of {in_units(use.device.limit)}{about}: {use.summary}")
@@ -144,7 +144,7 @@ class EngineLoader:
 
     def load(self, config: EngineConfig, **more: Any) -> Engine:
         """Load the weights, and make the engine, with the topology and `--profile` of the flags; prints the kernels."""
-        model, params = load_checkpoint(self.path, self.mesh, self.dtype)
+        model, params = load_checkpoint(self.path, self.mesh, self.dtype, ffn=self.plan.ffn)
         self.console.note(describe_kernels(model, config, self.dtype))
         self.subject, predictor = subject(model, params, config, self.plan), None
         if getattr(self._options, "profile", None) is not None:

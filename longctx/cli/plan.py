@@ -83,6 +83,7 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
     if plan.context > 1:
         flags |= {"exchange": plan.exchange, "placement": plan.placement}
         flags |= {} if plan.rank_tokens is None else {"rank_tokens": plan.rank_tokens}
+        flags |= {} if plan.ffn == "tensor" else {"ffn": plan.ffn}
     if plan.num_devices > 1:
         flags["topology"] = options.topology
     flags |= {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
@@ -152,7 +153,7 @@ def describe(plan: ParallelPlan) -> str:
     if plan.context == 1:
         return sizes
     limit = "" if plan.rank_tokens is None else f" {plan.rank_tokens:,}"
-    return f"{sizes} {plan.exchange} {plan.placement}{limit}"
+    return f"{sizes} {plan.exchange} {plan.placement}{limit}{' ffn=all' if plan.ffn == 'all' else ''}"
 
 
 def _table(best: list[Planned], served: list[dict[str, Any] | None], price: float | None) -> str:

@@ -158,7 +158,7 @@ def _with_pages(loader: EngineLoader, config: EngineConfig) -> EngineConfig:
     model, plan = loader.model, loader.plan
     mesh = loader.mesh or make_mesh()  # first, as it divides a CPU into devices
     if config.num_pages is None and jax.default_backend() == "cpu":
-        page = page_bytes(model, config, mesh, loader.dtype)
+        page = sum(page_bytes(model, config, mesh, loader.dtype))
         longest = -(-config.longest_sequence(model.config.max_positions) // (config.page_size * plan.context))
         fit = check_memory(Console(True), model, config, plan, loader.mesh, loader.dtype)
         config = dataclasses.replace(config, num_pages=min(fit, max(longest, _CPU_CACHE // page)))

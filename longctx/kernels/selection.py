@@ -173,10 +173,11 @@ def _triton_lacks(case: Case) -> str | None:
         return f"needs a head size of at most {largest}, got {size}"
     if case.has_bias:
         return "needs scores without bias"
-    if case.page_size is not None and case.head_size > LARGEST_HEAD_OF_PAGES:
-        return f"needs pages with a head size of at most {LARGEST_HEAD_OF_PAGES}, got {case.head_size}"
-    if case.is_fp8 and case.head_size % 2:
-        return f"needs FP8 pages with an even head size, got {case.head_size}"
+    if case.page_size is not None and max(case.head_size, case.value_size) > LARGEST_HEAD_OF_PAGES:
+        sizes = f"{case.head_size} and {case.value_size}"
+        return f"needs pages with a head size of at most {LARGEST_HEAD_OF_PAGES}, got {sizes}"
+    if case.is_fp8 and (case.head_size % 2 or case.value_size % 2):
+        return f"needs FP8 pages with an even head size, got {case.head_size} and {case.value_size}"
     return None
 
 

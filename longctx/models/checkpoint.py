@@ -30,7 +30,7 @@ from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts
 from longctx.models.llama import Llama
-from longctx.models.params import Params, param_specs, stacking_on
+from longctx.models.params import Ffn, Params, param_specs, stacking_on
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader
 from longctx.models.validation import check_directory, is_gguf, shown
 
@@ -44,6 +44,7 @@ def load_checkpoint(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
     apart: bool | None = None,
+    ffn: Ffn = "tensor",
 ) -> tuple[Llama, Params]:
     """Load a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint: `config.json` and safetensors files, or a GGUF file.
 
@@ -59,6 +60,8 @@ def load_checkpoint(
       apart: whether each layer has arrays of its own, as an engine on accelerators needs them; else layers are stacked,
         as training needs them. None: on accelerators, not on CPUs. Everything takes both; an engine and `to_nnx` make
         the form that they need, which takes another copy of the layers until the caller drops the given one.
+      ffn: `"all"`: output projections and feed-forward are sharded over `tensor` and `context`, for an engine whose
+        `ParallelPlan` has it.
 
     Returns:
       The model and its parameters. In a multi-process run each process reads only its own slices (and the embedding,
@@ -89,7 +92,7 @@ def load_checkpoint(
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         return model, _load_params(reader, dtype, wanted, jax.tree.map(lambda _: device, wanted))
-    specs = param_specs(model.config, mesh, apart)
+    specs = param_specs(model.config, mesh, apart, ffn)
     return model, _load_params(reader, dtype, wanted, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 

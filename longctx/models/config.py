@@ -11,8 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from longctx.annotations import Real
+from longctx.models.architectures import (
+    BIASES,
+    DEFAULTS,
+    FEATURES,
+    FEATURES_OF,
+    LAYER_TYPES,
+    MODEL_TYPES,
+    ONLY_OF,
+    TYPES,
+    architecture_of,
+    integer_of,
+    ropes_from_hf,
+    sliding_from_hf,
+    value_or,
+)
 from longctx.models.quantization_config import RowwiseFp8, quantization_from_hf, quantization_to_hf
-from longctx.models.rope_config import HF_NAMES, Llama3Scaling, RopeConfig, YarnScaling, rope_from_hf, rope_to_hf
+from longctx.models.rope_config import (
+    HF_NAMES,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+    check_theta,
+    rope_from_hf,
+    rope_to_hf,
+)
 from longctx.models.validation import (
     MAX_INT32,
     MAX_LAYERS,
@@ -39,7 +62,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama, Mistral, Qwen2.5 or Qwen3 decoder. Hashable, so it can be static under jit.
+    """The configuration of a Llama, Mistral, Qwen2.5, Qwen3 or Gemma 3 decoder. Hashable: it can be static under jit.
 
     Attributes:
       vocab_size: token ids, 0 to `vocab_size` - 1.
@@ -52,9 +75,15 @@ class LlamaConfig:
       norm_eps: what RMS norms add to the mean square.
       tie_embeddings: whether the embedding is the output head too.
       qkv_bias: whether queries, keys and values have biases, as in Qwen2.5.
-      qk_norm: whether each head's queries and keys have an RMS norm, as in Qwen3.
+      out_bias: whether the output of attention has one too, as in gpt-oss.
+      qk_norm: whether each head's queries and keys have an RMS norm, as in Qwen3 and Gemma 3.
+      query_pre_attn_scalar: scores are divided by its square root. None: by that of `head_dim`.
+      attention_sinks: whether each head has a logit that takes part in its softmax, as in gpt-oss.
+      gemma_style: whether layers are those of Gemma 3: norms multiply by 1 + weight and come after attention and
+        feed-forward too, gates are GELU's, and embeddings are multiplied by the square root of D.
       sliding_window: tokens that a query of a sliding layer sees, itself included. None: no layer is sliding.
       sliding_layers: whether each layer is sliding; by default all of them are in a model with a `sliding_window`.
+      local_rope_theta: the base of the frequencies of sliding layers, which are not scaled. None: they have `rope`.
       max_positions: tokens of the longest sequence that the model accepts.
       bos_id: the token that begins a text. None: there is none.
       eos_ids: tokens each of which ends a generation.
@@ -84,9 +113,14 @@ class LlamaConfig:
     norm_eps: Real = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
+    query_pre_attn_scalar: Real | None = None
+    attention_sinks: bool = False
+    gemma_style: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
+    local_rope_theta: Real | None = None
     max_positions: int = 8192
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -96,11 +130,12 @@ class LlamaConfig:
         for name, limit in _LIMITS.items():
             check_integer(name, getattr(self, name), 1, limit)
         check_real("norm_eps", self.norm_eps, 1e-30, 1.0)  # in float32 less would be 0, which makes NaN
-        check_bool("tie_embeddings", self.tie_embeddings)
-        check_bool("qkv_bias", self.qkv_bias)
-        check_bool("qk_norm", self.qk_norm)
+        for name in ("tie_embeddings", *FEATURES):
+            check_bool(name, getattr(self, name))
         if self.qkv_bias and self.qk_norm:
             raise ValueError("qkv_bias and qk_norm can't both be true: no supported architecture has both")
+        if self.query_pre_attn_scalar is not None:
+            check_real("query_pre_attn_scalar", self.query_pre_attn_scalar, 1e-3, 1e6)
         self._check_sliding()
         check_token_ids("eos_ids", self.eos_ids, self.vocab_size)
         if self.bos_id is not None:
@@ -116,6 +151,10 @@ class LlamaConfig:
 
     def _check_sliding(self) -> None:
         """Check the sliding layers, and fill in those of a model with a window that names none."""
+        if self.local_rope_theta is not None:
+            check_theta("local_rope_theta", self.local_rope_theta)
+            if self.sliding_window is None:
+                raise ValueError("local_rope_theta is of sliding layers, which need a sliding_window")
         if not isinstance(self.sliding_layers, tuple):
             raise TypeError(f"sliding_layers must be a tuple, got {shown(self.sliding_layers)}")
         for is_sliding in self.sliding_layers:
@@ -153,33 +192,12 @@ class LlamaConfig:
             raise ValueError(f"config.json: {named}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a `config.json` that `from_hf` and every version of transformers read."""
-        model_type = "qwen2" if self.qkv_bias else "qwen3" if self.qk_norm else "llama"  # Mistral is written as Llama
-        own = {
-            "llama": {"attention_bias": False, "mlp_bias": False},
-            "qwen2": {"use_sliding_window": False},
-            "qwen3": {"use_sliding_window": False, "attention_bias": False},
-        }
-        return {
-            "architectures": [_MODEL_TYPES[model_type]],
-            "model_type": model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-            **own[model_type],
-            "max_position_embeddings": self.max_positions,
-            "bos_token_id": self.bos_id,
-            "eos_token_id": list(self.eos_ids) or None,
-            **rope_to_hf(self.rope),
-            **({} if self.quantization is None else {"quantization_config": quantization_to_hf(self.quantization)}),
-        }
+        """The contents of a `config.json` that `from_hf` and every version of transformers read.
+
+        Raises:
+          ValueError: no architecture of transformers has this combination of features.
+        """
+        return _config_to_hf(self)
 
     @staticmethod
     def preset(name: str) -> LlamaConfig:
@@ -193,30 +211,7 @@ class LlamaConfig:
         return PRESETS[name]
 
 
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# What an absent key of an architecture means, as in transformers.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048},
-    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-# Keys of which only this value is supported: others mean a different computation.
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "use_sliding_window": False,
-}
-
 
 # The keys of fields whose names differ.
 _KEYS = {
@@ -230,64 +225,117 @@ _KEYS = {
     "eos_ids": "eos_token_id",
     "quantization": "quantization_config",
     "theta": "rope_theta",
+    "local_rope_theta": "rope_local_base_freq",
+    "sliding_layers": "layer_types",
     **HF_NAMES,
 }
 
 
 def _config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    architecture = _architecture(hf)
-    hf = {**_DEFAULTS[architecture], **hf}
-    if architecture == "MistralForCausalLM" and hf["sliding_window"] is not None:
-        window = shown(hf["sliding_window"])
-        raise ValueError(f"sliding_window = {window} is not supported, only Mistral without one (null)")
-    for key, supported in _ONLY.items():
+    architecture = architecture_of(hf)
+    hf = {**DEFAULTS[architecture], **hf}
+    for key, supported in ONLY_OF[architecture].items():
         if hf.get(key, supported) not in (supported, None):
             raise ValueError(f"{key} = {shown(hf[key])} is not supported, only {supported!r}")
-    layer_types = hf.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError("layer_types other than full_attention are not supported")
-
-    vocab_size, hidden, intermediate, layers, heads = (_integer(hf, key) for key in _REQUIRED)
-    max_positions = _integer(hf, "max_position_embeddings", _DEFAULTS[architecture]["max_position_embeddings"])
-    rope = rope_from_hf({**hf, "max_position_embeddings": max_positions})
+    vocab_size, hidden, intermediate, layers, heads = (integer_of(hf, key) for key in _REQUIRED)
+    max_positions = integer_of(hf, "max_position_embeddings", DEFAULTS[architecture]["max_position_embeddings"])
+    head_dim = integer_of(hf, "head_dim", hidden // heads)
+    is_gemma, features = architecture == "Gemma3ForCausalLM", FEATURES_OF[architecture]
+    if architecture == "LlamaForCausalLM" and hf.get("attention_bias") is not None:
+        check_bool("attention_bias", hf["attention_bias"])
+        features = BIASES if hf["attention_bias"] else ()
+    window, sliding = sliding_from_hf(architecture, hf, layers)
+    hf["max_position_embeddings"] = max_positions
+    rope, local_theta = ropes_from_hf(hf) if is_gemma else (rope_from_hf(hf), None)
+    scalar = hf.get("query_pre_attn_scalar") if is_gemma else None
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_integer(hf, "num_key_value_heads", heads),
-        head_dim=_integer(hf, "head_dim", hidden // heads),
+        num_kv_heads=integer_of(hf, "num_key_value_heads", heads),
+        head_dim=integer_of(hf, "head_dim", hidden // heads),
         rope=rope,
-        norm_eps=_get(hf, "rms_norm_eps", 1e-6),
-        tie_embeddings=_get(hf, "tie_word_embeddings", False),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        norm_eps=value_or(hf, "rms_norm_eps", 1e-6),
+        tie_embeddings=value_or(hf, "tie_word_embeddings", is_gemma),
+        query_pre_attn_scalar=None if scalar == head_dim else scalar,
+        sliding_window=window,
+        sliding_layers=sliding,
+        local_rope_theta=None if window is None else local_theta,
         max_positions=_stretched(max_positions, rope),
         bos_id=hf.get("bos_token_id"),
         eos_ids=check_token_ids("eos_token_id", hf.get("eos_token_id"), vocab_size),
         quantization=quantization_from_hf(hf.get("quantization_config"), layers),
+        **dict.fromkeys(features, True),
     )
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
-    named = hf.get("architectures")
-    if named in (None, []):
-        model_type = hf.get("model_type")
-        named = [_MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type]
-    if not isinstance(named, list) or named[0] not in _MODEL_TYPES.values():
-        supported = ", ".join(_MODEL_TYPES.values())
-        raise ValueError(f"unknown architecture: architectures or model_type is {shown(named)}; supported: {supported}")
-    return named[0]
+def _config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    model_type, sliding = _model_type(config), {}
+    window, types = config.sliding_window, [LAYER_TYPES[is_sliding] for is_sliding in config.sliding_layers]
+    if window is not None:
+        # Older versions of transformers read a number of layers in place of their types.
+        sliding = {"sliding_window": window, "layer_types": types, "max_window_layers": types.index(LAYER_TYPES[1])}
+    own: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": config.qkv_bias, "mlp_bias": False},
+        "mistral": {"sliding_window": window},
+        "qwen2": {"use_sliding_window": window is not None, **sliding},
+        "qwen3": {"use_sliding_window": window is not None, **sliding, "attention_bias": False},
+    }
+    activation = {"hidden_act": "silu"}
+    if model_type == "gemma3_text":
+        activation = {"hidden_activation": "gelu_pytorch_tanh"}
+        types = types or [LAYER_TYPES[0]] * config.num_layers
+        own["gemma3_text"] = {
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+            "layer_types": types,
+            "sliding_window": window or config.max_positions,
+            "sliding_window_pattern": [*types, LAYER_TYPES[0]].index(LAYER_TYPES[0]) + 1,  # older versions' key
+            "rope_local_base_freq": config.local_rope_theta or config.rope.theta,
+        }
+    return {
+        "architectures": [MODEL_TYPES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        **activation,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        **own[model_type],
+        "max_position_embeddings": config.max_positions,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+        **rope_to_hf(config.rope),
+        **({} if config.quantization is None else {"quantization_config": quantization_to_hf(config.quantization)}),
+    }
 
 
-def _get(hf: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = hf.get(key)
-    return default if value is None else value
-
-
-def _integer(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    return check_integer(key, _get(hf, key, default), 1, MAX_INT32)
+def _model_type(config: LlamaConfig) -> str:
+    """The type of the architecture that computes what this configuration says; ValueError: there is none."""
+    features = tuple(name for name in FEATURES if getattr(config, name))
+    model_type = next((TYPES[name] for name, own in FEATURES_OF.items() if own == features), None)
+    if features == BIASES:
+        model_type = "llama"
+    is_mixed = not all(config.sliding_layers)
+    if model_type == "llama" and config.sliding_window is not None:  # Mistral without a window is written as Llama
+        model_type = None if is_mixed or features else "mistral"
+    if model_type != "gemma3_text" and (config.local_rope_theta, config.query_pre_attn_scalar) != (None, None):
+        model_type = None
+    if model_type is None:
+        layers = "some layers sliding" if is_mixed else "sliding layers"
+        had = [*features, *([layers] if config.sliding_window is not None else [])]
+        had += [name for name in ("local_rope_theta", "query_pre_attn_scalar") if getattr(config, name) is not None]
+        raise ValueError(f"no architecture of transformers that is supported has {', '.join(had)}")
+    return model_type
 
 
 def _stretched(max_positions: int, rope: RopeConfig) -> int:
@@ -325,6 +373,18 @@ _QWEN3 = LlamaConfig(
     bos_id=151643,
     eos_ids=(151645, 151643),
 )
+_GEMMA3 = LlamaConfig(
+    *(262144, 640, 2048, 18, 4, 1, 256, RopeConfig(1000000.0), 1e-6),
+    tie_embeddings=True,
+    qk_norm=True,
+    gemma_style=True,
+    sliding_window=512,
+    sliding_layers=(*(True,) * 5, False) * 3,
+    local_rope_theta=10000.0,
+    max_positions=32768,
+    bos_id=2,
+    eos_ids=(1, 106),
+)
 PRESETS: dict[str, LlamaConfig] = {
     "llama-2-7b": _LLAMA2,
     "llama-2-13b": _sized(_LLAMA2, 40, 5120, 13824, 40, num_kv_heads=40),
@@ -340,6 +400,8 @@ PRESETS: dict[str, LlamaConfig] = {
     "mistral-7b-v0.3": LlamaConfig(
         32768, 4096, 14336, 32, 32, 8, 128, RopeConfig(1000000.0), max_positions=32768, bos_id=1, eos_ids=(2,)
     ),
+    "gemma3-270m": _GEMMA3,
+    "gemma3-1b": _sized(_GEMMA3, 26, 1152, 6912, 4, sliding_layers=(*(*(True,) * 5, False) * 4, True, True)),
     "qwen3-0.6b": _sized(_QWEN3, 28, 1024, 3072, 16, tie_embeddings=True),
     "qwen3-8b": _QWEN3,
     "qwen3-32b": _sized(_QWEN3, 64, 5120, 25600, 64),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,8 +52,14 @@ _LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Norms of Gemma: after attention, before and after the feed-forward.
+_GEMMA_LAYERS = _LAYERS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA = "gemma3"
 _OWN_TOP = {theirs: own for own, theirs in _TOP.items()}
-_OWN_LAYERS = {theirs: own for own, theirs in _LAYERS.items()}
 # The weights of the architecture `llama` whose rows are permuted, and the keys of their numbers of heads.
 _PERMUTED = {"q_proj.weight": "llama.attention.head_count", "k_proj.weight": "llama.attention.head_count_kv"}
 
@@ -69,21 +76,31 @@ class GgufReader(TensorReader):
     def __init__(self, path: Path) -> None:
         self.directory = path
         self.metadata, tensors = read_header(path)
+        self._is_gemma = self.metadata.get("general.architecture") == _GEMMA
+        layers = _GEMMA_LAYERS if self._is_gemma else _LAYERS
+        self._own_layers = {theirs: own for own, theirs in layers.items()}
         for name in tensors:
-            if own_name(name) != name:  # it would be taken for that tensor
-                raise CheckpointError(f"{path}: unexpected tensor {shown(name)}: GGUF calls it {own_name(name)}")
-        self._stored = {hf_name(name): tensor for name, tensor in tensors.items()}
+            own = self.stored_name(name)
+            if own != name:  # it would be taken for that tensor
+                raise CheckpointError(f"{path}: unexpected tensor {shown(name)}: GGUF calls it {own}")
+        self._stored = {_hf_name(name, layers): tensor for name, tensor in tensors.items()}
         self.tensors = {name: tensor for name, tensor in self._stored.items() if name != ROPE_FREQUENCIES}
         self.rope_frequencies = self._stored.get(ROPE_FREQUENCIES)
 
     def stored_name(self, name: str) -> str:
-        return own_name(name)
+        """llama.cpp's name of a tensor that has this Hugging Face name."""
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)", name)
+        if layer and layer[2] in self._own_layers:
+            return f"blk.{layer[1]}.{self._own_layers[layer[2]]}.{layer[3]}"
+        return _OWN_TOP.get(name, name)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         """Read the rows that hold a part of the tensor, and dequantise no more than the blocks that do."""
-        own, tensor = own_name(name), self._stored[name]
+        own, tensor = self.stored_name(name), self._stored[name]
         if len(tensor.shape) == 1:
-            return self._rows(own, tensor, 0, 1, *(slices or (slice(None),)))[0]
+            values = self._rows(own, tensor, 0, 1, *(slices or (slice(None),)))[0]
+            # llama.cpp's converter adds the 1 that norms of Gemma add to their weights.
+            return values - 1 if self._is_gemma and name.endswith("norm.weight") else values
         inner = math.prod(tensor.shape[1:-1])  # rows of the file in one along the first axis
         begin, end = (inner * place for place in slices[0].indices(tensor.shape[0])[:2])
         head = self.rows_at_once(name)
@@ -103,8 +120,8 @@ class GgufReader(TensorReader):
         heads = metadata.get(heads_key, metadata.get("llama.attention.head_count"))
         if not isinstance(heads, int) or heads < 1 or num_rows % (2 * heads):
             raise CheckpointError(
-                f"{self.directory}: tensor {shown(own_name(name))} has {num_rows} rows, which {shown(heads)} heads of "
-                "pairs do not divide"
+                f"{self.directory}: tensor {shown(self.stored_name(name))} has {num_rows} rows, which {shown(heads)} "
+                "heads of pairs do not divide"
             )
         return num_rows // heads
 
@@ -138,20 +155,12 @@ class GgufReader(TensorReader):
         return data
 
 
-def hf_name(name: str) -> str:
+def _hf_name(name: str, layers: Mapping[str, str]) -> str:
     """The Hugging Face name of a tensor; a name that is not one of llama.cpp's stays."""
     layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", name, re.ASCII)
-    if layer and layer[2] in _LAYERS:
-        return f"model.layers.{layer[1]}.{_LAYERS[layer[2]]}.{layer[3]}"
+    if layer and layer[2] in layers:
+        return f"model.layers.{layer[1]}.{layers[layer[2]]}.{layer[3]}"
     return _TOP.get(name, name)
-
-
-def own_name(name: str) -> str:
-    """llama.cpp's name of a tensor that has this Hugging Face name."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)", name)
-    if layer and layer[2] in _OWN_LAYERS:
-        return f"blk.{layer[1]}.{_OWN_LAYERS[layer[2]]}.{layer[3]}"
-    return _OWN_TOP.get(name, name)
 
 
 MAX_HEADER_BYTES = 256 * 2**20

@@ -14,7 +14,13 @@ from longctx.models.rope_config import Llama3Scaling, RopeConfig
 from longctx.models.safetensors_reader import CheckpointError
 from longctx.models.validation import check_integer, check_real, shown
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_GEMMA = "gemma3"
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    _GEMMA: "Gemma3ForCausalLM",
+}
 # The keys of config.json and those of GGUF, which stand after the architecture.
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -27,7 +33,14 @@ _KEYS = {
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
 }
-_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")
+# Keys of Gemma 3; of the latter two llama.cpp has its own defaults, which are those of all published models.
+_GEMMA_KEYS = {
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
+_LAYERS_OF_27B = 62  # whose scores are divided by the square root of D / heads
+_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "sliding_window_pattern", "rope_local_base_freq")
 _SCALING_KEYS = {
     "rope_type": "rope.scaling.type",
     "factor": "rope.scaling.factor",
@@ -40,6 +53,8 @@ _ONLY = {
     "expert_count": 0,
     "attention.sliding_window": 0,
     "attention.scale": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
     "logit_scale": 0.0,
     "embedding_scale": 0.0,
     "residual_scale": 0.0,
@@ -49,8 +64,8 @@ _ONLY = {
     "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scale_linear": 1.0,
 }
-# Control tokens that end a generation, whatever the metadata say: those of Llama 3, Qwen2 and SmolLM2.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
+# Control tokens that end a generation, whatever the metadata say: those of Llama 3, Qwen2, SmolLM2, Gemma.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>")
 _CONTROL = 3
 _MOST_FREQUENCIES = 2**11
 
@@ -66,7 +81,7 @@ def config_from_gguf(reader: GgufReader) -> LlamaConfig:
     try:
         return LlamaConfig.from_hf(values)
     except ValueError as error:
-        names = {key: f"{architecture}.{name}" for key, name in (_KEYS | _SCALING_KEYS).items()}
+        names = {key: f"{architecture}.{name}" for key, name in (_KEYS | _GEMMA_KEYS | _SCALING_KEYS).items()}
         text = str(error).removeprefix("config.json: ")
         named = re.sub(rf"(?<![\w.])({'|'.join(names)})\b", lambda key: names[key[0]], text)
         raise CheckpointError(f"{path}: {named}") from error
@@ -102,26 +117,33 @@ def _values(reader: GgufReader, architecture: str) -> dict[str, Any]:
     """The contents of a config.json that says the same."""
     metadata = reader.metadata
     own = {key.removeprefix(f"{architecture}."): _decimal(value) for key, value in metadata.items()}
+    keys = _KEYS | (_GEMMA_KEYS if architecture == _GEMMA else {})
     for key, supported in _ONLY.items():
-        value = own.get(key, supported)
+        value = supported if key in keys.values() else own.get(key, supported)
         if isinstance(value, list | np.ndarray) or value != supported:
             raise ValueError(f"{architecture}.{key} = {shown(value)} is not supported, only {supported!r}")
-    values = {key: own.get(name) for key, name in _KEYS.items()}
+    values = {key: own.get(name) for key, name in keys.items()}
     for key in values:
         if values[key] is None and key not in _OPTIONAL:
-            raise ValueError(f"it has no key {architecture}.{_KEYS[key]}")
+            raise ValueError(f"it has no key {architecture}.{keys[key]}")
     layers = check_integer("num_hidden_layers", values["num_hidden_layers"], 1)
     if layers > len(reader.tensors):  # before anything is made for each layer
         raise ValueError(f"{architecture}.block_count is {layers}, but there are {len(reader.tensors)} tensors in all")
     embedding = reader.tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError("it has no tensor 'token_embd.weight' of two axes")
+    head_dim = _head_dim(own, architecture)
+    if architecture == _GEMMA:
+        values["query_pre_attn_scalar"] = head_dim
+        if layers == _LAYERS_OF_27B:
+            hidden, heads = (check_integer(key, values[key], 1) for key in ("hidden_size", "num_attention_heads"))
+            values["query_pre_attn_scalar"] = hidden // heads
     return {
         **values,
         "num_key_value_heads": own.get("attention.head_count_kv", values["num_attention_heads"]),
         "architectures": [_ARCHITECTURES[architecture]],
         "vocab_size": embedding.shape[0],
-        "head_dim": _head_dim(own, architecture),
+        "head_dim": head_dim,
         "tie_word_embeddings": "lm_head.weight" not in reader.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(metadata),

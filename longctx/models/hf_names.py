@@ -36,11 +36,19 @@ _LAYERS: dict[str, tuple[str, Axes]] = {
     "bv": ("self_attn.v_proj.bias", ("kv_head head_dim",)),
     "q_norm": ("self_attn.q_norm.weight", ("head_dim",)),
     "k_norm": ("self_attn.k_norm.weight", ("head_dim",)),
-    "wo": ("self_attn.o_proj.weight", ("hidden", "head head_dim")),
+    "wo": ("self_attn.o_proj.weight", ("hidden", "out_head head_dim")),
     "mlp_norm": ("post_attention_layernorm.weight", ("hidden",)),
+    "bo": ("self_attn.o_proj.bias", ("hidden",)),
+    "sinks": ("self_attn.sinks", ("head",)),
     "w_gate": ("mlp.gate_proj.weight", ("intermediate", "hidden")),
     "w_up": ("mlp.up_proj.weight", ("intermediate", "hidden")),
     "w_down": ("mlp.down_proj.weight", ("hidden", "intermediate")),
+}
+# Norms of Gemma: after attention, before and after the feed-forward.
+_GEMMA_LAYERS: dict[str, tuple[str, Axes]] = {
+    "attn_post_norm": ("post_attention_layernorm.weight", ("hidden",)),
+    "mlp_norm": ("pre_feedforward_layernorm.weight", ("hidden",)),
+    "mlp_post_norm": ("post_feedforward_layernorm.weight", ("hidden",)),
 }
 
 SCALE_SUFFIX = "_scale"
@@ -117,6 +125,7 @@ class Layout:
 def layouts(config: LlamaConfig, stacking: Stacking = STACKED) -> dict[str, Any]:
     """A pytree with the structure of the parameters, whose leaves are Layouts; `stacking` as `param_table` takes it."""
     table = param_table(config, stacking)
+    names_of_layers = _LAYERS | (_GEMMA_LAYERS if config.gemma_style else {})
 
     def layout(param: Param, names: tuple[str | None, ...], file_axes: Axes) -> Layout:
         stacked = "layer" in param.axes
@@ -124,7 +133,7 @@ def layouts(config: LlamaConfig, stacking: Stacking = STACKED) -> dict[str, Any]
         return Layout(names, stacked, param.axes[int(stacked) :], sizes, file_axes, param.dtype)
 
     def of_layers(key: str, param: Any) -> Any:
-        name, file_axes = _LAYERS[key]
+        name, file_axes = names_of_layers[key]
 
         def of_each(param: Param) -> tuple[str | None, ...]:
             return tuple(None if i is None else f"model.layers.{i}.{name}" for i in param.layers)

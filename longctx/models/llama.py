@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2.5 and Qwen3.
+"""The forward pass of Llama, Mistral, Qwen2.5, Qwen3 and Gemma 3.
 
 A caller may pass `attend(cache, layer, q, k, v) -> (out, cache)`, which decides what the queries of a layer attend to
 and where its keys and values are stored. So the same forward pass runs dense, in a ring over devices, or over a paged
@@ -8,6 +8,7 @@ cache.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,43 +20,25 @@ from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from longctx.annotations import Real
-from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
-from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.bits import widen
+from longctx.models.attend import Attend, Cache, dense_attend
 from longctx.models.config import LlamaConfig
-from longctx.models.layer_stacks import in_order
+from longctx.models.layer_runs import sliding_places
+from longctx.models.layer_stacks import in_order, stacking_of
 from longctx.models.params import Params, abstract_params, init_params
-from longctx.models.projections import OutputMajor, PartlyQuantized, RowQuantized
-from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
+from longctx.models.projections import OutputMajor, add_bias, project, project_together
+from longctx.models.rope import Rope, apply_rope, rope_cos_sin, rope_table
+from longctx.models.rope_config import RopeConfig
 
-Cache = Any
-"""Any pytree, or None. Only `attend` reads it."""
-
-Attend = Callable[
-    [
-        Cache,
-        Int[Array, ""],
-        Float[Array, "*B T N H"],
-        Float[Array, "*B T K H"],
-        Float[Array, "*B T K H"],
-    ],
-    tuple[Float[Array, "*B T N H"], Cache],
+LayerFunction = Callable[
+    [Params, Int[Array, ""], Float[Array, "*B T D"], Cache, Bool[Array, ""] | None],
+    tuple[Float[Array, "*B T D"], Cache],
 ]
-"""`attend(cache, layer, q, k, v) -> (out, cache)`.
-
-`layer` is a traced int32. `q` `[*B, T, N, H]` and `k`, `v` `[*B, T, K, H]` are those of the new tokens, with the rotary
-embedding applied. `out` has the shape and dtype of `q`.
-"""
-
-Rope = tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]
-"""Float32 cosines and sines of the rows' positions."""
-
-LayerFunction = Callable[[Params, Int[Array, ""], Float[Array, "*B T D"], Cache], tuple[Float[Array, "*B T D"], Cache]]
-"""`(weights, index, x, cache) -> (x, cache)`, one layer of `Llama.run_layers`."""
+"""`(weights, index, x, cache, is_sliding) -> (x, cache)`, one layer of `Llama.run_layers`."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +146,10 @@ class Llama:
         Returns:
           (hidden states `[*B, T, D]` in the parameters' dtype, the cache as `attend` left it).
         """
-        x, cache = self.run_layers(
-            params["layers"], _rows_of(params["embed"], tokens), self.rope(positions), attend, cache
-        )
+        x = self.scale_embeddings(_rows_of(params["embed"], tokens))
+        sliding = self.sliding(stacking_of(params["layers"]).stages)
+        sliding = None if sliding is None else sliding.reshape(-1)
+        x, cache = self.run_layers(params["layers"], x, self.rope(positions), attend, cache, sliding=sliding)
         return self.norm(params, x), cache
 
     def run_layers(
@@ -177,7 +161,9 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
         run_layer: LayerFunction | None = None,
+        sliding: Bool[ArrayLike, " layers"] | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through some consecutive layers, all or part of `params["layers"]`.
 
@@ -190,21 +176,32 @@ class Llama:
           rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
           attend: as for `forward`; it counts these layers from 0.
           cache: as for `forward`.
-          psum, pmax: as for `layer`.
-          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` with remat. None:
-            `layer` itself.
+          psum, pmax, gather: as for `layer`.
+          run_layer: what runs a layer, `(weights, index, x, cache, is_sliding) -> (x, cache)`, such as `layer` with
+            remat. None: `layer` itself.
+          sliding: which of these layers have the sliding window, bool, a row of `sliding`; may be traced. None: the
+            model has no window.
 
         Returns:
           (hidden states `[*B, T, D]`, the cache).
+
+        Raises:
+          ValueError: the model has a window, and `sliding` is None.
         """
 
-        def plain(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
-            return self.layer(weights, index, x, rope, attend, cache, psum, pmax)
+        def plain(
+            weights: Params, index: Array, x: Array, cache: Cache, is_sliding: Array | None
+        ) -> tuple[Array, Cache]:
+            return self.layer(weights, index, x, rope, attend, cache, psum, pmax, gather, is_sliding)
 
-        def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params]) -> Any:
+        def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params, Array | None]) -> Any:
             x, cache = carry
-            index, weights = scanned
-            return (run_layer or plain)(weights, index, x, cache), None
+            index, weights, is_sliding = scanned
+            return (run_layer or plain)(weights, index, x, cache, is_sliding), None
+
+        if self.config.sliding_window is not None and sliding is None:
+            raise ValueError("`sliding` must say which layers have the sliding window of the model")
+        kinds = None if sliding is None else jnp.asarray(sliding)
 
         one_layer = jax.jit(layer)  # traced and lowered once for all layers that are alike
         carry, first = (x, cache), 0
@@ -212,10 +209,11 @@ class Llama:
             count = stack["attn_norm"].shape[0]
             if count == 1:
                 weights = jax.tree.map(lambda x: x.reshape(x.shape[1:]), stack)
-                carry, _ = one_layer(carry, (jnp.int32(first), weights))
+                carry, _ = one_layer(carry, (jnp.int32(first), weights, None if kinds is None else kinds[first]))
             else:
                 indices = first + jnp.arange(count, dtype=jnp.int32)
-                carry, _ = lax.scan(layer, carry, (indices, stack))
+                own = None if kinds is None else kinds[first : first + count]
+                carry, _ = lax.scan(layer, carry, (indices, stack, own))
             first += count
         return carry
 
@@ -229,12 +227,18 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
+        is_sliding: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through one layer.
 
         Under tensor parallelism a device has some columns of wq, wk, wv, w_gate and w_up and the corresponding rows of
         wo and w_down; `psum` sums the products with the latter two over the devices. Where these are quantised, `pmax`
         gives each row of their inputs its maximum over the devices.
+
+        Devices that share these weights may have rows of their own, as in sequence parallelism. Then `gather` makes the
+        rows of all of the feed-forward's inputs, `attend` returns them with the heads of this device's wo, and `psum`
+        gives each device the sums of its rows.
 
         Args:
           params: the layer's parameters; 16-bit ones may be bits.
@@ -243,14 +247,16 @@ class Llama:
           rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
           attend, cache: as for `forward`.
           psum, pmax: the sum and the maximum of an array over the devices of tensor parallelism.
+          gather: of this device's rows `[*B, T, D]` those of all devices.
+          is_sliding: whether the layer has the sliding window. None: the model has none.
 
         Returns:
           (hidden states `[*B, T, D]`, the cache).
         """
         is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
         weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
-        x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax)
-        return self.feed_forward(weights, x, psum, pmax), cache
+        x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax, is_sliding)
+        return self.feed_forward(weights, x, psum, pmax, gather), cache
 
     def attention(
         self,
@@ -262,24 +268,48 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        is_sliding: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """The first half of a layer: norm, projections, attention and the sum with x.
 
         Args:
           weights: the layer's parameters, no bits; the heads are as many as the projections have.
-          index, x, rope, attend, cache, psum, pmax: as for `layer`.
+          index, x, rope, attend, cache, psum, pmax, is_sliding: as for `layer`.
 
         Returns:
           (hidden states `[*B, T, D]`, the cache).
+
+        Raises:
+          ValueError: the model has a window, and `is_sliding` is None.
         """
         config = self.config
-        normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
+        own: dict[str, Any] = {}
+        if config.sliding_window is not None:
+            if is_sliding is None:
+                raise ValueError("`is_sliding` must say whether the layer has the sliding window of the model")
+            own["is_sliding"] = is_sliding
+        if config.attention_sinks:
+            own["sinks"] = weights["sinks"]
+        normed = self._rms_norm(x, weights["attn_norm"])
         q, k, v = project_together(normed, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
         if config.qk_norm:
-            q = rms_norm(q, weights["q_norm"], config.norm_eps)
-            k = rms_norm(k, weights["k_norm"], config.norm_eps)
-        out, cache = attend(cache, index, apply_rope(q, *rope), apply_rope(k, *rope), v)
-        return x + psum(project(out, weights["wo"], axes=2, pmax=pmax)), cache
+            q, k = self._rms_norm(q, weights["q_norm"]), self._rms_norm(k, weights["k_norm"])
+        cos, sin = rope.of_layer(is_sliding)
+        q = apply_rope(q, self._query_scale * cos, self._query_scale * sin)
+        out, cache = attend(cache, index, q, apply_rope(k, cos, sin), v, **own)
+        y = psum(project(out, weights["wo"], axes=2, pmax=pmax))
+        if config.out_bias:
+            y = add_bias(y, weights["bo"]).astype(x.dtype)
+        if config.gemma_style:
+            y = self._rms_norm(y, weights["attn_post_norm"])
+        return x + y, cache
+
+    @property
+    def _query_scale(self) -> float:
+        """The factor on queries that makes up for the scale of attention, which divides scores by sqrt(H)."""
+        config = self.config
+        scalar = config.query_pre_attn_scalar
+        return 1.0 if scalar is None else math.sqrt(config.head_dim / scalar)
 
     def feed_forward(
         self,
@@ -287,24 +317,48 @@ class Llama:
         x: Float[Array, "*B T D"],
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        gather: Callable[[Array], Array] = lambda x: x,
     ) -> Float[Array, "*B T D"]:
         """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself.
 
         Args:
           weights: the layer's parameters, no bits.
           x: hidden states `[*B, T, D]`, floating point.
-          psum, pmax: as for `layer`.
+          psum, pmax, gather: as for `layer`.
 
         Returns:
           Hidden states `[*B, T, D]`.
         """
-        normed = rms_norm(x, weights["mlp_norm"], self.config.norm_eps)
+        normed = gather(self._rms_norm(x, weights["mlp_norm"]))
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
-        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
+        if not self.config.gemma_style:
+            return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
+        active = jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
+        y = psum(project(active * up, weights["w_down"], pmax=pmax))
+        return x + self._rms_norm(y, weights["mlp_post_norm"])
+
+    def scale_embeddings(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
+        """The hidden states that layers begin with, of rows `[*B, T, D]` of the embedding."""
+        return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype) if self.config.gemma_style else x
 
     def rope(self, positions: Int[Array, "*B T"]) -> Rope:
         """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of integer positions `[*B, T]`, for all layers."""
-        return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
+        config = self.config
+        local: tuple[Array, ...] = ()
+        if config.local_rope_theta is not None:
+            local = rope_cos_sin(rope_table(RopeConfig(config.local_rope_theta), config.head_dim), positions)
+        return Rope(*rope_cos_sin(rope_table(config.rope, config.head_dim), positions), *local)
+
+    def sliding(self, stages: int = 1) -> np.ndarray | None:
+        """Which layers have the sliding window: bool `[stages, layers of a stage]`; None: the model has no window.
+
+        Args:
+          stages: of a pipeline that the layers are stacked for.
+
+        Returns:
+          The layers of each stage; a smaller stage has a layer of zeros first, which has no window.
+        """
+        return None if self.config.sliding_window is None else sliding_places(self.config, stages)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """Apply the norm after the last layer.
@@ -316,7 +370,10 @@ class Llama:
         Returns:
           `[*B, T, D]` in the dtype of x.
         """
-        return rms_norm(x, params["final_norm"], self.config.norm_eps)
+        return self._rms_norm(x, params["final_norm"])
+
+    def _rms_norm(self, x: Array, weight: Array) -> Array:
+        return rms_norm(x, weight, self.config.norm_eps, self.config.gemma_style)
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
         """The float32 logits of hidden states.
@@ -340,68 +397,17 @@ def _dense_logits(model: Llama, params: Params, tokens: Array, positions: Array,
     return model.logits(params, hidden)
 
 
-def dense_attend(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    positions: Int[Array, "*B T"],
-    segment_ids: Int[Array, "*B T"] | None = None,
-    implementation: Implementation | None = None,
-) -> Attend:
-    """Make causal attention among the tokens of this call, with no cache, planned once for all layers."""
-    q, k = (
-        jax.ShapeDtypeStruct((*positions.shape, heads, config.head_dim), dtype)
-        for heads in (config.num_heads, config.num_kv_heads)
-    )
-    plan = plan_attention(q, k, positions, positions, segment_ids, segment_ids, implementation=implementation)
+def rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, D], eps: Real, gemma_style: bool = False
+) -> Float[Array, "*B D"]:
+    """Divide `x` by its root mean square over the last axis, in float32, and multiply by `weight` in `x.dtype`.
 
-    def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
-        out, _ = attention(q, k, v, plan=plan)
-        return out, cache
-
-    return attend
-
-
-def project_together(
-    x: Array, weights: Params, names: tuple[str, ...], biases: tuple[str, ...] = ()
-) -> tuple[Array, ...]:
-    """`project` by each of some weights of a layer, which may be fused into one (`OutputMajor`)."""
-    fused = weights.get(" ".join(names))
-    products = fused.product(x) if fused is not None else [project(x, weights[n], dtype=jnp.float32) for n in names]
-    given = [weights.get(name) for name in biases] or [None] * len(names)
-    return tuple(_add_bias(y, bias).astype(x.dtype) for y, bias in zip(products, given, strict=True))
-
-
-def project(
-    x: Array,
-    weight: Array | OutputMajor | RowQuantized | PartlyQuantized,
-    axes: int = 1,
-    dtype: DTypeLike | None = None,
-    pmax: Callable[[Array], Array] = lambda x: x,
-) -> Array:
-    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32; `dtype` None is that of x.
-
-    A quantised weight quantises `x` too, whose rows have their maximum over devices by `pmax`.
+    `gemma_style` multiplies by 1 + `weight` in float32.
     """
-    if isinstance(weight, OutputMajor):
-        (y,) = weight.product(x, axes)
-    elif isinstance(weight, RowQuantized | PartlyQuantized):
-        y = weight.product(x, axes, pmax)
-    else:
-        # By default a GPU would multiply float32 in TF32. "highest" does not slow down products of 16-bit floats.
-        y = jnp.tensordot(
-            x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
-        )
-    return y.astype(x.dtype if dtype is None else dtype)
-
-
-def _add_bias(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: Real) -> Float[Array, "*B D"]:
-    """Divide `x` by its root mean square over the last axis, in float32, and multiply by `weight` in `x.dtype`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if gemma_style:
+        return (normed * jnp.broadcast_to(1 + weight.astype(jnp.float32), x.shape)).astype(x.dtype)
     return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ _LAYER_AXES: dict[str, Axes] = {
     "wq": ("layer", "hidden", "head", "head_dim"),
     "wk": ("layer", "hidden", "kv_head", "head_dim"),
     "wv": ("layer", "hidden", "kv_head", "head_dim"),
-    "wo": ("layer", "head", "head_dim", "hidden"),
+    "wo": ("layer", "out_head", "head_dim", "hidden"),
     "mlp_norm": ("layer", "hidden"),
     "w_gate": ("layer", "hidden", "intermediate"),
     "w_up": ("layer", "hidden", "intermediate"),
@@ -47,7 +48,10 @@ _BIAS_AXES: dict[str, Axes] = {
     "bk": ("layer", "kv_head", "head_dim"),
     "bv": ("layer", "kv_head", "head_dim"),
 }
+_OUT_BIAS_AXES: dict[str, Axes] = {"bo": ("layer", "hidden")}
 _QK_NORM_AXES: dict[str, Axes] = {"q_norm": ("layer", "head_dim"), "k_norm": ("layer", "head_dim")}
+_SINK_AXES: dict[str, Axes] = {"sinks": ("layer", "head")}
+_POST_NORM_AXES: dict[str, Axes] = {"attn_post_norm": ("layer", "hidden"), "mlp_post_norm": ("layer", "hidden")}
 INPUT_AXES = {"wo": 2}
 """The number of input axes of a projection that has not one."""
 
@@ -55,10 +59,18 @@ INPUT_AXES = {"wo": 2}
 _MESH_AXIS = {
     "layer": "stage",
     "head": "tensor",
+    "out_head": "tensor",
     "kv_head": "tensor",
     "intermediate": "tensor",
     "vocab": "tensor",
 }
+
+
+_FFN_AXES = ("out_head", "intermediate")
+"""Axes of the output projection and of the feed-forward, which are sharded over `context` too with `ffn="all"`."""
+
+Ffn = Literal["tensor", "all"]
+"""What shards output projections and feed-forward: the mesh axis `tensor`, or `tensor` and `context`."""
 
 
 class Param(NamedTuple):
@@ -95,7 +107,15 @@ def _layer_table(config: LlamaConfig, run: Run) -> Params:
             config.quantization.activation_scale_ub,
         )
 
-    axes = _LAYER_AXES | (_BIAS_AXES if config.qkv_bias else {}) | (_QK_NORM_AXES if config.qk_norm else {})
+    axes = _LAYER_AXES.copy()
+    for has_them, own in (
+        (config.qkv_bias, _BIAS_AXES),
+        (config.out_bias, _OUT_BIAS_AXES),
+        (config.qk_norm, _QK_NORM_AXES),
+        (config.attention_sinks, _SINK_AXES),
+        (config.gemma_style, _POST_NORM_AXES),
+    ):
+        axes |= own if has_them else {}
     return {name: entry(name, axes) for name, axes in axes.items()}
 
 
@@ -110,6 +130,7 @@ def param_shape(config: LlamaConfig, param: Param) -> tuple[int, ...]:
         "layer": len(param.layers),
         "hidden": config.hidden_size,
         "head": config.num_heads,
+        "out_head": config.num_heads,
         "kv_head": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate": config.intermediate_size,
@@ -133,7 +154,7 @@ def init_params(
     initializer_range: Real = 0.02,
     apart: bool = False,
 ) -> Params:
-    """Make random parameters: normal weights of deviation `initializer_range`, norms of 1, biases of 0.
+    """Make random parameters: normal weights of deviation `initializer_range`, norms that multiply by 1, biases of 0.
 
     Those of a quantised model are quantised after that; layers that are `apart` have the same weights.
     """
@@ -147,9 +168,9 @@ def init_params(
 
     def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         name = path[-1].key
-        if name.endswith("norm"):
+        if name.endswith("norm") and not config.gemma_style:
             return jnp.ones(leaf.shape, leaf.dtype)
-        if name in _BIAS_AXES:
+        if name.endswith("norm") or name in _BIAS_AXES | _OUT_BIAS_AXES:
             return jnp.zeros(leaf.shape, leaf.dtype)
         return initializer_range * jax.random.normal(key, leaf.shape, leaf.dtype)
 
@@ -171,7 +192,7 @@ def stacking_on(config: LlamaConfig, mesh: Mesh | None, apart: bool | None = Non
     return Stacking(stages if stages <= config.num_layers else 1, apart)
 
 
-def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> Params:
+def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None, ffn: Ffn = "tensor") -> Params:
     """A PartitionSpec per parameter: layers over `stage`, heads, feed-forward and vocabulary over `tensor`.
 
     An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Layers are stacked for the
@@ -181,6 +202,7 @@ def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> P
       config: of the model.
       mesh: with any of the axes `stage`, `context` and `tensor`.
       apart: whether the layers are apart, see `load_checkpoint`; None: on accelerators.
+      ffn: `"all"`: output projections and feed-forward are sharded over `tensor` and `context`, as `ParallelPlan.ffn`.
 
     Returns:
       A pytree as that of the parameters, for `jax.sharding.NamedSharding`.
@@ -198,14 +220,23 @@ def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> P
 
     def spec(param: Param) -> PartitionSpec:
         sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": stacking.stages}
-        return PartitionSpec(*(_mesh_axis(mesh, axis, sizes[axis]) for axis in param.axes))
+        return PartitionSpec(*(_mesh_axes(mesh, axis, sizes[axis], ffn) for axis in param.axes))
 
     return map_table(spec, param_table(config, stacking))
 
 
-def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:
-    name = _MESH_AXIS.get(axis)
-    return name if name in mesh.shape and size % mesh.shape[name] == 0 else None
+def _mesh_axes(mesh: Mesh, axis: str, size: int, ffn: Ffn) -> str | tuple[str, ...] | None:
+    names = tuple(name for name in (_MESH_AXIS.get(axis), *_ranks_of(axis, ffn)) if name in mesh.shape)
+    if not names or size % math.prod(mesh.shape[name] for name in names):
+        return None
+    return names if len(names) > 1 else names[0]  # type: ignore[return-value]
+
+
+def _ranks_of(axis: str, ffn: Ffn) -> tuple[str, ...]:
+    """The mesh axis beside `tensor` that shards an axis."""
+    if ffn not in get_args(Ffn):
+        raise ValueError(f"ffn must be one of {', '.join(get_args(Ffn))}, got {ffn!r}")
+    return ("context",) if ffn == "all" and axis in _FFN_AXES else ()
 
 
 def quantize_params(params: Params, config: LlamaConfig) -> Params:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from longctx.annotations import Real
 from longctx.kernels.bits import widen
@@ -161,3 +163,41 @@ def _multiply_few(rows: Array, matrix: Array) -> Array:
     wide = rows.astype(jnp.float32)
     y, wide, matrix = match_varying((jnp.zeros((outputs, rows.shape[0])), wide, matrix))
     return lax.fori_loop(0, -(-outputs // block), compute_block, y).T
+
+
+def project_together(
+    x: Array, weights: Mapping[str, Any], names: tuple[str, ...], biases: tuple[str, ...] = ()
+) -> tuple[Array, ...]:
+    """`project` by each of some weights of a layer, which may be fused into one (`OutputMajor`)."""
+    fused = weights.get(" ".join(names))
+    products = fused.product(x) if fused is not None else [project(x, weights[n], dtype=jnp.float32) for n in names]
+    given = [weights.get(name) for name in biases] or [None] * len(names)
+    return tuple(add_bias(y, bias).astype(x.dtype) for y, bias in zip(products, given, strict=True))
+
+
+def project(
+    x: Array,
+    weight: Array | OutputMajor | RowQuantized | PartlyQuantized,
+    axes: int = 1,
+    dtype: DTypeLike | None = None,
+    pmax: Callable[[Array], Array] = lambda x: x,
+) -> Array:
+    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32; `dtype` None is that of x.
+
+    A quantised weight quantises `x` too, whose rows have their maximum over devices by `pmax`.
+    """
+    if isinstance(weight, OutputMajor):
+        (y,) = weight.product(x, axes)
+    elif isinstance(weight, RowQuantized | PartlyQuantized):
+        y = weight.product(x, axes, pmax)
+    else:
+        # By default a GPU would multiply float32 in TF32. "highest" does not slow down products of 16-bit floats.
+        y = jnp.tensordot(
+            x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
+        )
+    return y.astype(x.dtype if dtype is None else dtype)
+
+
+def add_bias(y: Array, bias: Array | None) -> Array:
+    """Add a bias of the last axes, if there is one, in float32."""
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Int
 
 from longctx.annotations import Real
 from longctx.models.rope_config import RopeConfig
@@ -40,6 +42,26 @@ def rope_table(rope: RopeConfig, head_dim: int) -> RopeTable:
     hi = np.array([(turn >> 32) & 0xFFFFFFFF for turn in turns], np.uint32)
     lo = np.array([turn & 0xFFFFFFFF for turn in turns], np.uint32)
     return RopeTable(hi, lo, rope.attention_factor)
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the rows' positions, float32 `[*B, T, H / 2]`.
+
+    Attributes:
+      cos, sin: of all layers, or of those without the window.
+      local_cos, local_sin: of sliding layers; None: they have the others.
+    """
+
+    cos: Array
+    sin: Array
+    local_cos: Array | None = None
+    local_sin: Array | None = None
+
+    def of_layer(self, is_sliding: Bool[ArrayLike, ""] | None) -> tuple[Array, Array]:
+        """The cosines and sines of a layer."""
+        if self.local_cos is None or self.local_sin is None or is_sliding is None:
+            return self.cos, self.sin
+        return jnp.where(is_sliding, self.local_cos, self.cos), jnp.where(is_sliding, self.local_sin, self.sin)
 
 
 def rope_cos_sin(

@@ -118,8 +118,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if not check_real("theta", self.theta, 0.0, _MAX_THETA) > 1:
-            raise ValueError(f"theta, the rotary base, must be greater than 1, got {self.theta}")
+        check_theta("theta", self.theta)
         if self.scaling is not None:
             _check_scaling(self.scaling)
         if isinstance(self.scaling, Llama3Scaling) and not (
@@ -136,6 +135,12 @@ class RopeConfig:
     def attention_factor(self) -> float:
         """The factor on cosines and sines: 1 except for YaRN."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
+
+
+def check_theta(name: str, theta: object) -> None:
+    """Check the base of rotary frequencies."""
+    if not check_real(name, theta, 0.0, _MAX_THETA) > 1:
+        raise ValueError(f"{name}, the rotary base, must be greater than 1, got {theta}")
 
 
 def _check_scaling(scaling: RopeScaling) -> None:

@@ -18,6 +18,7 @@ from longctx.models.layer_runs import Run, layer_runs
 from longctx.models.layer_stacks import by_run, stacking_of, stacks_of, take_apart
 from longctx.models.params import (
     INPUT_AXES,
+    Ffn,
     Param,
     Params,
     abstract_params,
@@ -43,7 +44,9 @@ def device_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
     )
 
 
-def shard_params(params: Params, config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> Params:
+def shard_params(
+    params: Params, config: LlamaConfig, mesh: Mesh, apart: bool | None = None, ffn: Ffn = "tensor"
+) -> Params:
     """Shard parameters of one device, or of another mesh, over a mesh.
 
     Layers are sharded over `stage`; heads, feed-forward and the vocabulary of the embedding over `tensor`; the
@@ -63,36 +66,38 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh, apart: bool | 
 
     Args:
       apart: whether to take stacks apart; None: on accelerators, not on CPUs.
+      ffn: `"all"`: output projections and feed-forward are sharded over `tensor` and `context`; the head of attention
+        that a device multiplies by its part of wo is then number `tensor * contexts + context`.
     """
     stacking = stacking_on(config, mesh, apart)
     params = stack_for_stages(params, config, stacking.stages)
     is_apart = stacking_of(params["layers"]).apart
     if mesh.is_multi_process:
-        params = _shard_over_processes(params, config, mesh)
+        params = _shard_over_processes(params, config, mesh, ffn)
     else:
-        params = _shard_in_process(params, config, mesh, stays_stacked=not (stacking.apart or is_apart))
+        params = _shard_in_process(params, config, mesh, ffn, stays_stacked=not (stacking.apart or is_apart))
     if stacking.apart and not is_apart:
         params["layers"] = take_apart(params["layers"], stacking.stages)
     return params
 
 
-def _shard_in_process(params: Params, config: LlamaConfig, mesh: Mesh, stays_stacked: bool) -> Params:
+def _shard_in_process(params: Params, config: LlamaConfig, mesh: Mesh, ffn: Ffn, stays_stacked: bool) -> Params:
     dtype = params["embed"].dtype
     if stays_stacked and all(device.platform == "cpu" for device in mesh.devices.flat):
         params = _pad_params(jax.tree.map(np.asarray, params), config, mesh)
         if config.quantization is not None:
             params = _bits_of_floats(params)
         elif all(x.dtype == dtype for x in jax.tree.leaves(params["layers"])):
-            params = _arrange_for_cpu(params, mesh)
+            params = _arrange_for_cpu(params, mesh, ffn)
     else:
         params = _pad_params(params, config, mesh)
     if "lm_head" not in params:  # the embedding is output-major already
         params["lm_head"] = _head(params["embed"], mesh)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec), may_alias=True)  # noqa: E731
-    return jax.tree.map(put, params, sharded_specs(params, config, mesh))
+    return jax.tree.map(put, params, sharded_specs(params, config, mesh, ffn))
 
 
-def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh, ffn: Ffn) -> Params:
     """Shard over several processes: arrays on the mesh stay, and each process takes its part of those that all hold."""
 
     def finish(params: Params) -> Params:
@@ -106,9 +111,9 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
         return x
 
     is_apart = stacking_of(params["layers"]).apart
-    params = jax.tree.map(place, params, param_specs(config, mesh, is_apart))
+    params = jax.tree.map(place, params, param_specs(config, mesh, is_apart, ffn))
     wanted = jax.eval_shape(finish, params)
-    specs = sharded_specs(wanted, config, mesh)
+    specs = sharded_specs(wanted, config, mesh, ffn)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     there = dict(jax.tree.leaves_with_path(params))
     leaves, structure = jax.tree.flatten_with_path(wanted)
@@ -128,19 +133,19 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
 
 
 def abstract_sharded_params(
-    config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32, apart: bool | None = None
+    config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32, apart: bool | None = None, ffn: Ffn = "tensor"
 ) -> Params:
     """Return the result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`."""
     params = abstract_params(device_config(config, mesh), dtype, stacking_on(config, mesh, apart))
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
     struct = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(struct, params, sharded_specs(params, config, mesh))
+    return jax.tree.map(struct, params, sharded_specs(params, config, mesh, ffn))
 
 
-def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh, ffn: Ffn = "tensor") -> Params:
     """The PartitionSpecs of the result of `shard_params`."""
-    specs = param_specs(device_config(config, mesh), mesh, stacking_of(params["layers"]).apart)
+    specs = param_specs(device_config(config, mesh), mesh, stacking_of(params["layers"]).apart, ffn)
     head = params["lm_head"]
     if isinstance(head, OutputMajor):
         specs["lm_head"] = OutputMajor(P(("tensor", "stage"), None), head.out_shapes)  # type: ignore[arg-type]
@@ -148,21 +153,27 @@ def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
         specs["lm_head"] = P(None, ("tensor", "stage"))
 
     if isinstance(params["layers"], tuple):
-        return specs | {"layers": tuple(layer_specs(layer, config, mesh) for layer in params["layers"])}
+        return specs | {"layers": tuple(layer_specs(layer, config, mesh, ffn) for layer in params["layers"])}
     return specs
 
 
-def layer_specs(layer: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+def layer_specs(layer: Params, config: LlamaConfig, mesh: Mesh, ffn: Ffn = "tensor") -> Params:
     """The PartitionSpecs of one of the layers that `shard_params` arranges for CPUs."""
-    (specs,) = stacks_of(param_specs(device_config(config, mesh), mesh, apart=False)["layers"])
+    (specs,) = stacks_of(param_specs(device_config(config, mesh), mesh, apart=False, ffn=ffn)["layers"])
 
     def of_weight(name: str, weight: Any) -> Any:
         if not isinstance(weight, OutputMajor):
             return specs[name]
-        spec = P("stage", None, "tensor") if name in _ROW_PARALLEL else P("stage", "tensor", None)
+        axes = _axes_of(name, ffn)
+        spec = P("stage", None, axes) if name in _ROW_PARALLEL else P("stage", axes, None)
         return OutputMajor(spec, weight.out_shapes)  # type: ignore[arg-type]
 
     return {name: of_weight(name, weight) for name, weight in layer.items()}
+
+
+def _axes_of(name: str, ffn: Ffn) -> str | tuple[str, ...]:
+    """The mesh axes that shard a fused projection."""
+    return ("tensor", "context") if ffn == "all" and not name.startswith("wq") else "tensor"
 
 
 def _pad_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
@@ -194,15 +205,16 @@ def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.itemsize == 2 else x
 
 
-def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
+def _arrange_for_cpu(params: Params, mesh: Mesh, ffn: Ffn) -> Params:
     """Arrange numpy arrays of one dtype for XLA's CPU backend (see `shard_params`)."""
-    stages, tensor, dtype = mesh.shape["stage"], mesh.shape["tensor"], params["embed"].dtype
+    stages, dtype = mesh.shape["stage"], params["embed"].dtype
     if dtype.itemsize > 4:
         return params
 
     def output_major(names: tuple[str, ...], layer: Params) -> OutputMajor:
         matrices, shapes = [], []
-        share = 1 if names[0] in _ROW_PARALLEL else tensor
+        axes = () if names[0] in _ROW_PARALLEL else _axes_of(names[0], ffn)
+        share = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
         for name in names:
             outputs = layer[name].shape[3 if name == "wo" else 2 :]
             matrix = layer[name].reshape(stages, -1, math.prod(outputs)).swapaxes(1, 2)

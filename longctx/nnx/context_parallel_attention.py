@@ -1,6 +1,7 @@
 """`ContextParallelAttention`: grouped-query attention as an NNX module, its tokens sharded over a mesh."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
-from longctx.kernels.attention.operands import Implementation
-from longctx.models.llama import project, project_together, rms_norm
+from longctx.kernels.attention.operands import Implementation, Window, check_soft_cap, check_window
+from longctx.models.llama import rms_norm
+from longctx.models.projections import project, project_together
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.models.validation import check_integer, check_real
@@ -47,7 +49,9 @@ class ContextParallelAttention(nnx.Module):
       rope: the rotary embedding, applied to queries and keys by their positions. None: none.
       use_bias: whether queries, keys and values have biases.
       qk_norm: whether each head's queries and keys get an RMS norm.
+      use_sinks: whether each head has a sink, a logit that takes part in the softmax, as in gpt-oss.
       causal: whether a token sees those up to its position only.
+      window, logits_soft_cap: as for `longctx.kernels.attention`.
       norm_eps: epsilon of `qk_norm`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh` when the module is called.
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"`, `"ulysses"` or `"auto"`, as of
@@ -69,6 +73,7 @@ class ContextParallelAttention(nnx.Module):
       wo: `nnx.Param` `[N, H, D]`.
       bq, bk, bv: `nnx.Param` `[N or K, H]`, or None.
       q_norm, k_norm: `nnx.Param` `[H]`, or None.
+      sinks: `nnx.Param` `[N]`, 0 at first, or None.
       cache: `nnx.Cache` variables, once `init_cache` has made them.
 
     Raises:
@@ -104,7 +109,10 @@ class ContextParallelAttention(nnx.Module):
         rope: RopeConfig | None = None,
         use_bias: bool = False,
         qk_norm: bool = False,
+        use_sinks: bool = False,
         causal: bool = True,
+        window: Window | None = None,
+        logits_soft_cap: Real | None = None,
         norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
         method: Method = "auto",
@@ -136,24 +144,28 @@ class ContextParallelAttention(nnx.Module):
         check_floating("param_dtype", param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope, self.causal, self.norm_eps, self.dtype = rope, causal, norm_eps, dtype
+        check_window(window)
+        self.window, self.logits_soft_cap = window, check_soft_cap(logits_soft_cap)
         self.mesh, self.method, self.layout, self.implementation = mesh, method, layout, implementation
         self.axis_name, self.head_axis, self.batch_axis = axis_name, head_axis, batch_axis
 
         outward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
         inward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2)
-        self.wq = nnx.Param(outward(rngs.params(), (hidden_size, num_heads, head_dim), param_dtype))
-        self.wk = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
-        self.wv = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
-        self.wo = nnx.Param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype))
+        self.wq = self._param(outward(rngs.params(), (hidden_size, num_heads, head_dim), param_dtype), 1)
+        self.wk = self._param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype), 1)
+        self.wv = self._param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype), 1)
+        self.wo = self._param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype), 0)
 
         def constant(is_wanted: bool, value: Real, *shape: int) -> nnx.Param | None:
-            return nnx.data(nnx.Param(jnp.full(shape, value, param_dtype)) if is_wanted else None)
+            heads = 0 if len(shape) > 1 else None
+            return nnx.data(self._param(jnp.full(shape, value, param_dtype), heads) if is_wanted else None)
 
         self.bq = constant(use_bias, 0, num_heads, head_dim)
         self.bk = constant(use_bias, 0, num_kv_heads, head_dim)
         self.bv = constant(use_bias, 0, num_kv_heads, head_dim)
         self.q_norm = constant(qk_norm, 1, head_dim)
         self.k_norm = constant(qk_norm, 1, head_dim)
+        self.sinks = constant(use_sinks, 0, num_heads)
         self.cache: nnx.Dict | None = nnx.data(None)
 
     def init_cache(self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32) -> None:
@@ -247,7 +259,11 @@ class ContextParallelAttention(nnx.Module):
             q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
         attend = self._attend_cached if decode else self._attend
         out = attend(q, k, v, positions, segments)
-        return project(out, self.wo[...].astype(x.dtype), axes=2)
+        contract: Any = functools.partial(project, axes=2)
+        sharding = jax.typeof(out).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types:  # a product over sharded heads must say how it is sharded
+            contract = jax.sharding.auto_axes(contract, out_sharding=P(*sharding.spec[:-2], None))
+        return contract(out, self.wo[...].astype(x.dtype))
 
     def _attend(self, q: Array, k: Array, v: Array, positions: Array, segments: Array) -> Array:
         return context_parallel_attention(
@@ -295,9 +311,20 @@ class ContextParallelAttention(nnx.Module):
         )
         return jnp.where(has_room, out, jnp.nan).reshape(q.shape)
 
+    def _param(self, x: Array, heads: int | None) -> nnx.Param:
+        """A parameter, placed over the mesh of `jax.set_mesh`: its dimension `heads` is sharded if it can be."""
+        mesh = mesh_with_devices(None)
+        if mesh is None or self.axis_name not in mesh.shape:
+            return nnx.Param(x)
+        axis = check_axes(mesh, self.axis_name, self.head_axis, self.batch_axis).head
+        is_divided = axis is not None and heads is not None and x.shape[heads] % mesh.shape[axis] == 0
+        return nnx.Param(place(x, mesh, P(*(None,) * (heads or 0), axis) if is_divided else P()))
+
     def _options(self) -> dict[str, Any]:
         names = ("mesh", "method", "axis_name", "head_axis", "batch_axis", "causal", "implementation")
-        return {name: getattr(self, name) for name in names}
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = {name: getattr(self, name) for name in (*names, "window", "logits_soft_cap")}
+        return options | {"sinks": sinks}
 
     def _axes(self, mesh: Mesh | AbstractMesh) -> MeshAxes:
         """The axes of the cache: its heads are sharded where there are enough of them."""

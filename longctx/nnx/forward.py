@@ -13,15 +13,17 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.attention.kernel import ATTENTION_STATE
 from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.partitioning import match_varying
-from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
+from longctx.models.attend import Attend, Cache, dense_attend
+from longctx.models.llama import LayerFunction, Llama
 from longctx.models.params import Param, Params, map_table, param_shape, param_table
+from longctx.models.rope import Rope
 from longctx.nnx.loss import map_rows, sum_cross_entropy
 from longctx.parallel.context_parallel import METHODS, Method
 from longctx.parallel.layout import Layout
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 
-_OVER_HEADS = ("head", "kv_head", "intermediate")
+_OVER_HEADS = ("head", "out_head", "kv_head", "intermediate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +181,11 @@ def _local_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
 
 def _hidden(plan: Plan, params: Params, tokens: Array, positions: Array, attend: Attend) -> Array:
     """Hidden states after the final norm `[B, T, D]`."""
-    model, rope = plan.model, plan.model.rope(positions)
+    model, rope, sliding = plan.model, plan.model.rope(positions), plan.model.sliding()
     run_layer = _layer_function(plan, rope, attend)
-    x, _ = model.run_layers(params["layers"], params["embed"][tokens], rope, attend, None, run_layer=run_layer)
+    x = model.scale_embeddings(params["embed"][tokens])
+    kinds = None if sliding is None else sliding[0]
+    x, _ = model.run_layers(params["layers"], x, rope, attend, None, run_layer=run_layer, sliding=kinds)
     return model.norm(params, x)
 
 
@@ -191,10 +195,10 @@ def _layer_function(plan: Plan, rope: Rope, attend: Attend) -> LayerFunction:
     def psum(x: Array) -> Array:
         return x if head_axis is None else lax.psum(x, head_axis)
 
-    def layer(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+    def layer(weights: Params, index: Array, x: Array, cache: Cache, is_sliding: Array | None) -> tuple[Array, Cache]:
         if plan.axes is not None:
             weights = gather_weights(weights, plan.specs["layers"], plan.axes, is_layer=True)
-        x, cache = model.attention(weights, index, x, rope, attend, cache, psum)
+        x, cache = model.attention(weights, index, x, rope, attend, cache, psum, is_sliding=is_sliding)
         return map_rows(lambda rows: model.feed_forward(weights, rows, psum), x, plan.chunk_size), cache
 
     if not plan.remat:

@@ -13,6 +13,7 @@ from .device_tables import Device as Device
 from .device_tables import Link as Link
 from .devices import cpu_devices as cpu_devices
 from .devices import use_devices as use_devices
+from .helix import helix_attention as helix_attention
 from .kvp import kvp_attention as kvp_attention
 from .kvp import merge_over_ranks as merge_over_ranks
 from .layout import layout_hops as layout_hops

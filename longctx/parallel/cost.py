@@ -246,6 +246,21 @@ class LayerCost:
         share = math.ceil(rows / n)
         return min(gather, self.collective((n - 1) * share * (self.state_bytes + results), count=2))
 
+    def merge_to_heads(self, rows: Real) -> float:
+        """Seconds in which the states of `rows` that all ranks have are merged, of each rank's heads alone."""
+        n = self.num_ranks
+        return self.collective((n - 1) / n * rows * self.state_bytes)
+
+    def share_rows(self, rows: Real, row_bytes: Real) -> float:
+        """Seconds in which `rows` of each rank go through weights that ranks share, sequence parallelism.
+
+        All ranks get their heads of the results of attention, and the feed-forward's inputs of `row_bytes` each, and
+        return the sums of both products.
+        """
+        n = self.num_ranks
+        sent = (n - 1) / n * self.query_bytes + 3 * (n - 1) * row_bytes
+        return self.collective(rows * sent, count=4)
+
 
 def kv_head_copies(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Copies of each KV head that ranks need which have `num_heads / num_ranks` query heads each.

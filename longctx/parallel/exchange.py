@@ -230,3 +230,9 @@ def unpack_states(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Unpack states `[M, size]` into outs `[M, *shape]` and lses `[M, *shape[:-1]]`."""
     num_parts, size = packed.shape[0], math.prod(shape)
     return packed[:, :size].reshape(num_parts, *shape), packed[:, size:].reshape(num_parts, *shape[:-1])
+
+
+def part_of_rank(x: Array, axis_name: str, axis: int) -> Any:
+    """This rank's heads of an array with all heads along a dimension."""
+    size = x.shape[axis] // lax.axis_size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, axis)

@@ -37,10 +37,13 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh |
 
 def place(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
     """Return x with the sharding, in and outside of jit."""
-    sharding = NamedSharding(mesh, spec)
-    if is_tracing() and AxisType.Explicit not in mesh.axis_types:
-        return lax.with_sharding_constraint(x, sharding)  # with Auto axes, jit ignores device_put
-    return jax.device_put(x, sharding)
+    if not is_tracing():
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    if AxisType.Explicit in mesh.axis_types:
+        x = jax.device_put(x, NamedSharding(mesh, _of_axes(AxisType.Explicit, spec, mesh)))
+    if AxisType.Auto in mesh.axis_types:  # for which jit ignores device_put
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, _of_axes(AxisType.Auto, spec, mesh)))
+    return x
 
 
 def is_tracing() -> bool:
@@ -107,17 +110,17 @@ def with_auto_axes(
     if explicit.shape != mesh.shape:
         raise ValueError(f"mesh must be that of the arrays, {explicit.shape}, got {mesh.shape}")
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(explicit, _of_explicit_axes(spec, explicit)),
+        lambda spec: NamedSharding(explicit, _of_axes(AxisType.Explicit, spec, explicit)),
         out_specs,
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
     return jax.sharding.auto_axes(lambda operands: function(None, operands), out_sharding=shardings)(operands)
 
 
-def _of_explicit_axes(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    """The spec without the names of axes that types don't tell of."""
+def _of_axes(kind: AxisType, spec: P, mesh: Mesh | AbstractMesh) -> P:
+    """The spec without the names of axes of another type."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return P(*(name if types.get(name) == AxisType.Explicit else None for name in spec))
+    return P(*(name if types.get(name) == kind else None for name in spec))
 
 
 def spec_of(x: Array, mesh: Mesh | AbstractMesh) -> P:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,15 @@ from longctx.kernels.merge import with_sinks
 from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.cost import kv_head_copies
-from longctx.parallel.exchange import AttentionSpec, ByShard, check_axis, check_shards, finish, gather_tokens
+from longctx.parallel.exchange import (
+    AttentionSpec,
+    ByShard,
+    check_axis,
+    check_shards,
+    finish,
+    gather_tokens,
+    part_of_rank,
+)
 from longctx.parallel.pass_kv import PassKV
 
 
@@ -119,7 +126,7 @@ def ulysses_attention(
     state = attention_with_vjp(algorithm, _to_heads(operands, axis_name))
     sinks = check_sinks(sinks, q)
     if sinks is not None:
-        state = with_sinks(state, _part_of_rank(match_varying(sinks, axis_name), axis_name, 0))
+        state = with_sinks(state, part_of_rank(match_varying(sinks, axis_name), axis_name, 0))
     out, lse = state
     out, lse = (lax.all_to_all(x, axis_name, 1, 2, tiled=True) for x in (out.astype(out_dtype), lse))
     return out.reshape(*q.shape[:-1], out.shape[-1]), lse.reshape(q.shape[:-1])
@@ -132,7 +139,7 @@ def _to_heads(operands: Operands, axis_name: str) -> Operands:
     q, k, v = _exchange_heads((q, *(_copy_heads(x, copies) for x in (k, v))), axis_name)
     queries = jax.tree.map(_join, gather_tokens(queries, axis_name))
     if bias is not None:
-        bias = _part_of_rank(bias, axis_name, 1)
+        bias = part_of_rank(bias, axis_name, 1)
     return Operands(_join(q), k, v, queries, gather_tokens(keys, axis_name), bias)
 
 
@@ -155,9 +162,3 @@ def _join(x: Array) -> Array:
     """Join the shards of tokens `[R, B, T, ...]` to `[B, R * T, ...]`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _part_of_rank(x: Array, axis_name: str, axis: int) -> Any:
-    """This rank's heads of an array with all heads along a dimension."""
-    size = x.shape[axis] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, axis)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longctx.models.validation import check_integer, check_kv_dtype, check_real, shown
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.kv_cache.window_pages import WindowNeeds, window_span
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.scheduler.policy import Policy, make_policy
+from longctx.serving.scheduler.policy import Policy, PolicyName, make_policy
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import Count, Positive, Range, Share, check_fields, check_text
 
@@ -27,6 +28,8 @@ class EngineConfig:
     Attributes:
       page_size: tokens of a page of the KV cache.
       num_pages: pages of the KV cache on each context rank. None: as many as fit into memory.
+      num_window_pages: pages of layers with a sliding window, on each context rank. None: as many as the sequences that
+        run can need at most. More of them let more requests begin with tokens of earlier ones.
       max_running: the most sequences that run at a time.
       max_length: tokens of the longest sequence, prompt and output. None: the model's context.
       token_budget: the most rows of a step on a rank, decodes and prefill chunks together.
@@ -81,7 +84,7 @@ class EngineConfig:
     max_running: Positive = 64
     max_length: Positive | None = None
     token_budget: Positive = 512
-    policy: str | Policy = "ilrs"
+    policy: PolicyName | Policy = "ilrs"
     chunking: str = "adaptive"
     max_share: Share = 0.5
     slo: Slo = field(default_factory=Slo)
@@ -96,6 +99,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     transfers: bool = False
     kv_dtype: str | None = None
+    num_window_pages: Positive | None = None
 
     def __post_init__(self) -> None:
         check_kv_dtype(self.kv_dtype)
@@ -212,6 +216,42 @@ class EngineConfig:
         buckets = self.growing_buckets(8)
         most = max(most, buckets[0])
         return (*(rows for rows in buckets if rows < most), most)
+
+    def count_window_pages(self, window: int | None, plan: ParallelPlan, num_pages: int, max_length: int) -> int:
+        """Return the window pages of each rank, of layers with a sliding window.
+
+        Args:
+          window: tokens that a query of such a layer sees, itself included; None: there is none.
+          plan: of the engine's devices.
+          num_pages: pages of each rank, each of which has at most one window page.
+          max_length: tokens of the longest sequence.
+
+        Returns:
+          `num_window_pages`, or as many as the sequences that run can need; 0 without a window.
+
+        Raises:
+          ValueError: `num_window_pages` is less than the sequences that run can need.
+        """
+        if window is None:
+            return 0
+        is_dealt = plan.placement == "interleave"
+        needs = WindowNeeds(
+            window_span(window, self.page_size),
+            self.page_size,
+            self.max_running,
+            self.run_ahead,
+            self.token_budget * (plan.context if plan.shards_rows else 1),
+            -(-max_length // self.page_size),
+            plan.context if is_dealt else 1,
+            0 if self.tiers is None else plan.stage + 1,
+        )
+        least = min(num_pages, needs.per_rank)
+        if self.num_window_pages is not None and self.num_window_pages < least:
+            raise ValueError(
+                f"num_window_pages must be at least {least} for max_running={self.max_running} and a window of "
+                f"{window} tokens, got {self.num_window_pages}"
+            )
+        return min(num_pages, self.num_window_pages or least)
 
     def _parse_chunking(self) -> "Chunking":
         from longctx.serving.scheduler.chunking import Chunking

@@ -51,13 +51,15 @@ class ParallelPlan:
         parallelism paper, section 3.6).
       rank_tokens: the most tokens of a request on one rank before it grows onto another. None: as many as fit into
         memory and keep the TPOT target. A decode is then predicted to read them within its target.
+      ffn: devices that share output projections and feed-forward. `"tensor"`: those of --tensor; context ranks have
+        copies. `"all"`: those of --tensor and --context, so that a device holds and reads fewer weights (Helix).
 
     Raises:
       TypeError, ValueError: a value is out of range; the message names it.
 
     Source:
       Mnemosyne, 4.3 and 4.4; Medha, 3.4 and 3.5; Context Parallelism for Scalable Million-Token Inference, 3.4 to
-      3.6, algorithms 1, 4 and 5, appendix D.
+      3.6, algorithms 1, 4 and 5, appendix D; Helix Parallelism, 2.
 
     Examples:
       >>> from longctx.models import LlamaConfig
@@ -79,6 +81,7 @@ class ParallelPlan:
     exchange: str | EmpiricalRule = "auto"
     placement: Literal["grow", "interleave"] = "grow"
     rank_tokens: Positive | None = None
+    ffn: Literal["tensor", "all"] = "tensor"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,6 +120,18 @@ class ParallelPlan:
     def num_devices(self) -> int:
         """Devices of the mesh: `stage * context * tensor`."""
         return self.stage * self.context * self.tensor
+
+    @property
+    def ffn_ranks(self) -> int:
+        """Context ranks that output projections and feed-forward are sharded over."""
+        return self.context if self.ffn == "all" else 1
+
+    def computing_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The context ranks that compute rows of a sequence whose pages are on these.
+
+        With `ffn="all"` rows of several ranks are replicated on all of them, as all have a part of their weights.
+        """
+        return tuple(range(self.context)) if self.ffn == "all" and len(ranks) > 1 else ranks
 
     @functools.cached_property
     def shards_rows(self) -> bool:
@@ -185,6 +200,11 @@ class ParallelPlan:
         for name, size in (("query heads", model.num_heads), ("feed-forward columns", model.intermediate_size)):
             if size % self.tensor:
                 raise ValueError(f"plan's tensor must divide the model's {size} {name}, got {self.tensor}")
+            if size % (self.tensor * self.ffn_ranks):
+                raise ValueError(
+                    f"plan's context * tensor must divide the model's {size} {name} with ffn='all', "
+                    f"got {self.context} * {self.tensor}"
+                )
         if model.num_kv_heads % self.tensor and self.tensor % model.num_kv_heads:
             raise ValueError(
                 f"plan's tensor must divide the model's {model.num_kv_heads} KV heads or be a multiple of them, "
@@ -196,14 +216,14 @@ class ParallelPlan:
     def _check_memory(self, model: LlamaConfig, device_bytes: float, tokens: int, kv_dtype: str | None) -> None:
         from longctx.models.footprint import cache_bytes, weight_bytes
 
-        weights = weight_bytes(model, self.stage, self.tensor)
+        weights = weight_bytes(model, self.stage, self.tensor, ffn_ranks=self.ffn_ranks)
         local_tokens = math.ceil(tokens / self.context)
         cache = cache_bytes(model, local_tokens, self.stage, self.tensor, kv_dtype=kv_dtype)
         if weights + cache > device_bytes:
             raise ValueError(
                 f"plan needs {weights / 1e9:.1f} GB of weights and {cache / 1e9:.1f} GB for the keys and values of "
                 f"{tokens} tokens on each device, which has {device_bytes / 1e9:.1f} GB: a larger stage or tensor "
-                "divides both, a larger context the latter"
+                "divides both, a larger context the latter, and with ffn='all' most weights"
             )
 
     def placer(self, page_size: int, rows: int, readable_tokens: Callable[[float | None], float]) -> Placer:

@@ -233,7 +233,7 @@ def make_batch(engine: Engine, shape: BatchShape) -> Batch:
         batch.admitted.append(sequence)
         batch.tables.append(TableRun(slot, 0, sequence.pages))
         # The prefill chunk samples no token, like one inside a prompt.
-        ranks = part.ranks if is_sharded else sequence.ranks
+        ranks = part.ranks if is_sharded else engine.plan.computing_ranks(sequence.ranks)
         chunk = Chunk(sequence, slot, part.start, part.tokens, part.decodes, part.decodes, ranks, is_sharded)
         batch.chunks.append(chunk)
     if any(chunk.sharded for chunk in batch.chunks):

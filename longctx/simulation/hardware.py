@@ -74,6 +74,7 @@ def predictor(
         tensor=plan.tensor,
         context=plan.context,
         kv_dtype=kv_dtype,
+        ffn=plan.ffn,
     )
 
 

@@ -57,8 +57,8 @@ def model_bytes(
 ) -> float:
     """Bytes of memory that all devices of a plan read for some work: 16-bit weights in each step, and keys and values.
 
-    Each context rank reads all weights. Keys and values count once for each chunk; where KV heads are repeated over
-    `tensor`, each device reads its own.
+    Each context rank reads all weights, but those that ranks share (`ParallelPlan.ffn`). Keys and values count once for
+    each chunk; where KV heads are repeated over `tensor`, each device reads its own.
 
     Args:
       plan: None: one device.
@@ -66,7 +66,7 @@ def model_bytes(
     """
     plan = plan or ParallelPlan()
     steps = work.steps if isinstance(work, Totals) else 1
-    full, quantized = (model.num_layers * weights for weights in layer_weights(model))
+    full, quantized = (model.num_layers * weights for weights in layer_weights(model, plan.ffn_ranks))
     weights = 2 * (full + model.vocab_size * model.hidden_size) + quantized
     heads = model.num_layers * max(model.num_kv_heads, plan.tensor)
     key = 2 * heads * kv_row_bytes(model.head_dim, 2, kv_dtype)
@@ -207,7 +207,8 @@ class DeviceMemory:
             listed = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts)
             raise ValueError(
                 f"plan needs {self.total / 1e9:.1f} GB on each device ({listed}), which has {self.usable / 1e9:.1f} GB "
-                "to use: a larger stage or tensor divides all of it, a larger context the keys and values"
+                "to use: a larger stage or tensor divides all of it, a larger context the keys and values, and with "
+                "ffn='all' most weights"
             )
 
 
@@ -256,10 +257,11 @@ def device_memory(
         raise ValueError(f"device must have memory_bytes, {device.name} has none")
     cache = cache_bytes(model, math.ceil(tokens / plan.context), plan.stage, plan.tensor, kv_dtype=kv_dtype)
     wide = 3 * (model.intermediate_size + model.num_heads * model.head_dim) / plan.tensor
+    gathered = 2 * plan.context if plan.ffn_ranks > 1 else 0  # the feed-forward's inputs and products, of all ranks
     return DeviceMemory(
-        weight_bytes(model, plan.stage, plan.tensor),
+        weight_bytes(model, plan.stage, plan.tensor, ffn_ranks=plan.ffn_ranks),
         cache,
-        2 * rows * (4 * model.hidden_size + wide),
+        2 * rows * ((4 + gathered) * model.hidden_size + wide),
         usable_share * device.memory_bytes,
     )
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +45,7 @@ class Case(NamedTuple):
     num_pages: int = 16384  # of each rank; a million tokens
     kv_dtype: str | None = None
     num_layers: int | None = None  # None: all of the model's
+    ffn: Literal["tensor", "all"] = "tensor"
 
     @property
     def config(self) -> LlamaConfig:
@@ -54,7 +55,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         exchange = f"{self.exchange}-{self.message}" if self.rows[0] else ""
         sizes = ("x".join(map(str, self.mesh)), "+".join(map(str, self.rows)))
-        return "-".join(filter(None, [self.model, *sizes, exchange, self.kv_dtype]))
+        helix = "helix" if self.ffn == "all" else ""
+        return "-".join(filter(None, [self.model, *sizes, exchange, self.kv_dtype, helix]))
 
 
 class Sent(NamedTuple):
@@ -67,6 +69,7 @@ class Sent(NamedTuple):
 CUBE, POD = (2, 2, 2), (4, 4, 8)
 CASES = [
     Case("llama-3-8b", CUBE, (512, 64, 64), 224, num_layers=2),
+    Case("llama-3-8b", (1, 2, 4), (0, 64, 64), 224, num_layers=2, ffn="all"),
 ]
 MORE_CASES = [
     Case("llama-3-8b", CUBE, (512, 64, 64), 224),
@@ -91,6 +94,8 @@ MORE_CASES = [
     Case("llama-3.1-8b", CUBE, (512, 64, 64), 256, "pass_kv", 128, num_pages=24576, kv_dtype=FP8_KV),
     Case("llama-3-8b", (1, 8, 1), (512, 0, 64), 600, "pass_kv", 64, 8, num_pages=4096, kv_dtype=FP8_KV),
     Case("llama-3-8b", CUBE, (512, 0, 64), 224, "all_gather", 64, kv_dtype=FP8_KV),
+    Case("llama-3-70b", POD, (512, 64, 64), 320, num_pages=65536, ffn="all"),
+    Case("llama-3-70b", (1, 8, 8), (0, 64, 0), 224, num_pages=16384, ffn="all"),
 ]
 
 
@@ -118,12 +123,27 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
     token = 2 * kv_heads * kv_row_bytes(size, BF16, case.kv_dtype)
     cached = shape.message * PAGE_SIZE
 
-    def layer() -> Iterator[Sent]:
+    def helix() -> Iterator[Sent]:
+        own, replicated = ((shape.sharded + shape.local) * config.hidden_size, shape.replicated * config.hidden_size)
         for _ in range(2):  # attention, feed-forward
-            yield all_reduce(STEP, hidden, BF16, "tensor")
-        if shape.replicated and case.merge == "gather":
+            yield Sent(STEP, "reduce-scatter", ("context",), (ranks - 1) * own * BF16)
+            yield all_reduce(STEP, own, BF16, "tensor")
+            yield all_reduce(STEP, replicated, BF16, "context", "tensor")
+        yield all_to_all((shape.sharded + shape.local) * heads * size, BF16)
+        yield all_gather(STEP, own, BF16, "context")
+        yield all_to_all(shape.replicated * state, F32)
+
+    def layer() -> Iterator[Sent]:
+        if shape.shares_ffn:
+            yield from helix()
+        else:
+            for _ in range(2):  # attention, feed-forward
+                yield all_reduce(STEP, hidden, BF16, "tensor")
+        if shape.shares_ffn or not shape.replicated:
+            pass
+        elif case.merge == "gather":
             yield all_gather(STEP, shape.replicated * state, F32, "context")
-        elif shape.replicated:
+        else:
             yield all_to_all(shape.replicated * state, F32)
             yield all_to_all(shape.replicated * heads * size, BF16)
         if not shape.sharded:
@@ -160,7 +180,7 @@ def hidden_by_pass_q(case: Case, mesh: Mesh, shape: Shape) -> list[tuple[str, fl
 
 def check(case: Case) -> None:
     mesh = h100_mesh(**dict(zip(AXES, case.mesh, strict=True)))
-    options = {"exchange": case.exchange, "message": case.message, "rounds": case.rounds}
+    options = {"exchange": case.exchange, "message": case.message, "rounds": case.rounds, "ffn": case.ffn}
     shape = make_shape(mesh, case.rows, case.num_pages, **options)
     options = {"sections": case.rows, "kv_dtype": case.kv_dtype}
     compiled = compile_step(mesh, shape, jnp.bfloat16, case.config, **options)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention, paged_attention
-from longctx.models.llama import project
+from longctx.models.projections import project
 
 KINDS = {"A100": "sm_80", "RTX 4090": "sm_89", "B200": "sm_100a"}
 TOKENS, HEADS, KV_HEADS, SIZE = 2048, 32, 8, 128
@@ -22,7 +22,7 @@ ROWS, PAGE_SIZE, PAGES, SEQUENCES, ENTRIES = 16, 16, 1024, 4, 64
 
 def prefill(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     keys = ((TOKENS, KV_HEADS, SIZE), dtype)
-    return lambda q, k, v: attention(q, k, v)[0], [((TOKENS, HEADS, SIZE), dtype), keys, keys]
+    return lambda q, k, v: attention(q, k, v, implementation="xla")[0], [((TOKENS, HEADS, SIZE), dtype), keys, keys]
 
 
 def gradients(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import cuda_tools
 from longctx.kernels import attention, explain
+from longctx.parallel import ring_pass_kv
 
 ARCHITECTURES = {"A100": "sm_80", "RTX 4090": "sm_89", "H100": "sm_90a", "B200": "sm_100a"}
 PRODUCTS = {"float32": r"tf32\.tf32", "bfloat16": r"(bf16\.bf16|kind::f16)", "float16": r"(f16\.f16|kind::f16)"}
@@ -90,3 +91,29 @@ def test_kernels(kind: str, sizes: tuple[int, int], dtype: str, rows: int, tmp_p
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_head_size(kind: str, sizes: tuple[int, int], dtype: str, rows: int, tmp_path: Path) -> None:
     check(kind, sizes, dtype, rows, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_ring_takes_the_kernels_by_itself() -> None:
+    """Inside `shard_map` with checked types, on 4 A100s of which 2 share the heads, forward and backward."""
+    mesh = gpu_mesh("A100", context=2, tensor=2)
+    spec, of_tokens = P("context", "tensor"), P("context")
+
+    def local(q: Any, k: Any, v: Any, positions: Any) -> Any:
+        out, _ = ring_pass_kv(q, k, v, q_positions=positions, kv_positions=positions)
+        return jnp.sum(out.astype(jnp.float32))[None, None]
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec, of_tokens), out_specs=P("context", "tensor"))
+    q, k, positions = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            ((4096, 8, 128), jnp.bfloat16, spec),
+            ((4096, 2, 128), jnp.bfloat16, spec),
+            ((4096,), jnp.int32, of_tokens),
+        )
+    )
+    with jax.set_mesh(mesh):
+        gradients = jax.grad(lambda *x: jnp.sum(function(*x)), (0, 1, 2))
+        text = jax.jit(gradients).lower(q, k, k, positions).compile().as_text()
+    for name in ("attention_forward", "attention_of_queries", "attention_of_keys"):
+        assert text.count(name) >= 2, name

@@ -16,7 +16,7 @@ from gpu_worker import Context, Figures
 
 from longctx.kernels import selection
 from longctx.models import Llama, LlamaConfig
-from longctx.models.llama import dense_attend
+from longctx.models.attend import dense_attend
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams, StepMetrics
 
 LAYERS = 8

@@ -24,13 +24,14 @@ class Shape(NamedTuple):
     sequences: int
     entries: int
     index_given: bool  # or page_index=None
+    value_size: int | None = None  # None: `size`
 
 
 SHAPES = [
     Shape(rows=90, heads=8, kv_heads=2, size=8, page_size=16, sequences=5, entries=7, index_given=True),
     Shape(rows=300, heads=3, kv_heads=3, size=8, page_size=4, sequences=2, entries=90, index_given=False),
-    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9, index_given=True),
-    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33, index_given=False),
+    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9, index_given=True, value_size=16),
+    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33, index_given=False, value_size=9),
 ]
 
 
@@ -98,15 +99,15 @@ def make_case(
     shared = rng.integers(0, shape.entries)
     whole = kv_lengths >= shared * shape.page_size  # these have read a common prefix
     page_table[whole, :shared] = page_table[np.argmax(whole), :shared]
-    k_pages, v_pages = np.full((2, num_pages + 4, shape.page_size, shape.kv_heads, shape.size), np.nan)
+    sizes = shape.size, shape.value_size or shape.size
+    pools = [np.full((num_pages + 4, shape.page_size, shape.kv_heads, size), np.nan) for size in sizes]
     for sequence, length in enumerate(kv_lengths):
         for entry in range(-(-length // shape.page_size)):
             page = first_page + page_table[sequence, entry]
             slots = slice(0, min(shape.page_size, length - entry * shape.page_size))
-            fresh = rng.standard_normal((2, *k_pages[page, slots].shape))
-            k_pages[page, slots], v_pages[page, slots] = np.where(
-                np.isnan(k_pages[page, slots]), fresh, (k_pages[page, slots], v_pages[page, slots])
-            )
+            for pool in pools:
+                old = pool[page, slots]
+                pool[page, slots] = np.where(np.isnan(old), rng.standard_normal(old.shape), old)
     unused = np.arange(shape.entries) * shape.page_size >= kv_lengths[:, None]
     page_table = np.where(unused, 10**6, page_table)
     metadata = {
@@ -117,7 +118,7 @@ def make_case(
         "q_sequence": q_sequence,
         "first_page": first_page,
     }
-    return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), k_pages, v_pages, metadata)
+    return Case(rng.standard_normal((shape.rows, shape.heads, shape.size)), *pools, metadata)
 
 
 planned = jax.jit(plan_paged_attention, static_argnums=0, static_argnames=("window", "implementation", "q_dtype"))

@@ -228,6 +228,7 @@ CALL = {
     "q_positions": np.arange(6),
     "q_sequence": np.zeros(6, int),
 }
+PLAN = plan_paged_attention(4, PAGES, *[*CALL.values()][3:])
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,9 @@ CALL = {
         ({"kv_lengths": np.full(2, 2**31)}, ValueError, "kv_lengths must fit into int32"),
         ({"q_positions": np.arange(6.0)}, TypeError, "q_positions must be integers"),
         ({"q_sequence": np.zeros(5, int)}, ValueError, r"q_sequence must have the shape \(6,\)"),
+        ({"q_first": np.zeros(5, int)}, ValueError, r"q_first must have the shape \(6,\)"),
+        ({"q_first": np.zeros(6)}, TypeError, "q_first must be integers"),
+        ({"q_first": np.zeros(6, int), "plan": PLAN}, ValueError, "q_first must be given both with a plan and to"),
         ({"first_page": np.zeros(1, int)}, ValueError, r"first_page must have the shape \(\)"),
         ({"first_page": 0.5}, TypeError, "first_page must be integers"),
         ({"scale": float("inf")}, ValueError, "scale must be a finite number"),

@@ -118,6 +118,7 @@ def test_auto_axes_with_sharded_queries() -> None:
     q, k, v = arrays((2,), 4, 2, 24)
     positions, segments = np.stack([np.arange(24)[::-1], np.arange(24)]), np.repeat(np.arange(4), 6)
     masks = {"q_positions": positions, "kv_positions": positions, "q_segment_ids": segments, "kv_segment_ids": segments}
+    masks |= {"q_first": positions[0] // 2, "q_last": positions + 3, "causal": False}
     xs = place(mesh, P("data", "tensor"), [q, k, v])
     compiled = jax.jit(functools.partial(out_of, **masks)).lower(*xs).compile()
     assert list(moved(compiled)) == ["all-gather"]
@@ -222,6 +223,23 @@ def test_vmap_shares_what_is_not_mapped() -> None:
         jax.vmap(lambda q, k, v, p, f=f: f(q, k, v, q_positions=p))(q, k, v, positions) for f in (out_of, reference)
     )
     compare(got, want)
+
+
+def test_vmap_of_limits_of_queries() -> None:
+    """Of each entry, where all share the arrays, and the other way round; with gradients."""
+    q, k, v = arrays((3,), 4, 2)
+    first = jnp.arange(21)[None] - jnp.array([[3], [8], [30]])
+
+    def results(function: Callable[..., Any], axes: tuple[int | None, int | None], q: jax.Array, x: jax.Array) -> Any:
+        def loss(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+            of_one = lambda q, x: function(q, k[0], v[0], q_first=x, q_last=x + 12, causal=False)  # noqa: E731
+            out = jax.vmap(of_one, axes)(q, x)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(q)
+
+    for axes, xs in (((None, 0), (q[0], first)), ((0, None), (q, first[1])), ((0, 0), (q, first))):
+        compare(results(out_of, axes, *xs), results(reference, axes, *xs))
 
 
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])

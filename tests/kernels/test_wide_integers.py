@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.kernels import attention, paged_attention, plan_attention, write_pages
 from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.triton import adapter as triton
 
 Q, K, V = (jax.random.normal(jax.random.key(heads), (40, heads, 8)) for heads in (4, 2, 1))
 V = jnp.concatenate([V, -V], 1)
@@ -41,7 +42,9 @@ def attend(implementation: str, with_plan: bool, masks: Any) -> Any:
 attend_under_jit = jax.jit(attend, static_argnums=(0, 1))
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "implementation", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "triton"))]
+)
 @given(st.booleans(), STARTS, STARTS, st.sampled_from([1, 2**32 + 1]))
 @example(False, 2**32, 0, 1)  # all keys that are not padding are seen by queries of their segment
 @settings(max_examples=6)
@@ -50,11 +53,12 @@ def test_masks_are_those_of_the_whole_numbers(
 ) -> None:
     """Values and gradients are those with positions of the same order, and segments that are equal where these are."""
     positions, segments = KEYS
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), triton.interpreted():
         wide = [positions + q_start, positions + kv_start, *[np.where(segments < 0, segments, segments * apart)] * 2]
         got = attend_under_jit(implementation, with_plan, tuple(map(jnp.asarray, wide)))
     order = np.unique([*wide[0], *wide[1]], return_inverse=True)[1].reshape(2, -1)
-    want = attend(implementation, False, (*order, segments, segments))
+    with triton.interpreted():
+        want = attend(implementation, False, (*order, segments, segments))
     chex.assert_trees_all_close(got, want, atol=1e-5)
 
 

@@ -22,6 +22,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "linear": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 1000.0,
@@ -45,12 +46,14 @@ class Case:
     intermediate_size: int = 80
     layers: int = 3
     head_dim: int | None = None
+    own: tuple[tuple[str, Any], ...] = ()  # settings of the family
 
     def __str__(self) -> str:
         """Its name as a pytest id."""
         tied = "tied" if self.tied else "untied"
         layers = "" if self.layers == 3 else f"-{self.layers}"
-        return f"{self.family}-{self.heads}:{self.kv_heads}-{tied}-{self.rope}{layers}"
+        own = "".join(f"-{key}={value}" for key, value in self.own)
+        return f"{self.family}-{self.heads}:{self.kv_heads}-{tied}-{self.rope}{layers}{own}"
 
     def build(self, seed: int = 0) -> transformers.PreTrainedModel:
         config_class, model_class = {
@@ -58,8 +61,13 @@ class Case:
             "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
             "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+            "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         }[self.family]
         own: dict[str, Any] = {"sliding_window": None} if self.family == "mistral" else {}
+        rope: dict[str, Any] = dict(ROPES[self.rope])
+        if self.family == "gemma3":
+            rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+        own |= dict(self.own)
         if self.head_dim is not None:
             own["head_dim"] = self.head_dim
         config = config_class(
@@ -73,7 +81,7 @@ class Case:
             # At the default of 0.02 such a model repeats one token, and comparing tokens shows nothing.
             initializer_range=0.2,
             tie_word_embeddings=self.tied,
-            rope_parameters=dict(ROPES[self.rope]),
+            rope_parameters=rope,
             bos_token_id=1,
             eos_token_id=2,
             **own,
@@ -84,6 +92,8 @@ class Case:
             for name, param in model.named_parameters():
                 if param.ndim == 1:
                     param.normal_(1.0 if "norm" in name else 0.0, 0.2)
+                if self.family == "gemma3" and "_layernorm" in name and "post_" in name:
+                    param.mul_(10)  # else the scaled embedding would outweigh the layers, and tokens repeat
         return model
 
     def write(self, directory: Path, **changes: Any) -> transformers.PreTrainedModel:

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from longctx.models import CheckpointError, load_checkpoint, param_specs, save_checkpoint
 from longctx.models import checkpoint as loading
 from longctx.models.checkpoint import read_model
-from longctx.models.params import Params
+from longctx.models.params import Ffn, Params
 from longctx.models.safetensors_reader import SafetensorsReader
 
 CASE = Case("qwen2", kv_heads=4, rope="yarn", layers=4)
@@ -56,9 +56,12 @@ def assert_same(actual: Params, expected: Params) -> None:
 # Loading
 
 
-@pytest.mark.parametrize("shape", [{"stage": 2, "tensor": 4}, {"context": 8}])
+@pytest.mark.parametrize(
+    ("shape", "ffn"),
+    [({"stage": 2, "tensor": 4}, "tensor"), ({"context": 8}, "tensor"), ({"context": 2, "tensor": 2}, "all")],
+)
 def test_shards_are_placed_and_each_byte_read_once(
-    written: Path, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    written: Path, shape: dict[str, int], ffn: Ffn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, expected = load_checkpoint(written)
     reads: Counter[str] = Counter()
@@ -71,9 +74,11 @@ def test_shards_are_placed_and_each_byte_read_once(
 
     monkeypatch.setattr(SafetensorsReader, "read", counting_read)
     mesh = make_mesh(**shape)
-    model, params = load_checkpoint(written, mesh)
+    model, params = load_checkpoint(written, mesh, ffn=ffn)
     assert_same(params, expected)
-    assert jax.tree.map(lambda x: x.sharding.spec, params) == param_specs(model.config, mesh)
+    specs = param_specs(model.config, mesh, ffn=ffn)
+    assert jax.tree.map(lambda x: x.sharding.spec, params) == specs
+    assert ("context" in str(specs)) == (ffn == "all")
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(params))
     assert reads == {name: tensor.size for name, tensor in load_file(written / "model.safetensors").items()}
 

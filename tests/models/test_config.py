@@ -136,17 +136,104 @@ def test_reads_mistral_and_llama_2() -> None:
     assert LlamaConfig.from_hf(mistral | llama) == LlamaConfig.preset("llama-2-7b")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+# As in google/gemma-3-1b-it.
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_reads_gemma3() -> None:
+    config = LlamaConfig.from_hf(GEMMA3_1B)
+    assert config == LlamaConfig.preset("gemma3-1b")
+    assert [i for i, is_sliding in enumerate(config.sliding_layers) if not is_sliding] == [5, 11, 17, 23]
+    stretched = LlamaConfig.from_hf(GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert stretched == dataclasses.replace(config, rope=RopeConfig(1000000.0, LinearScaling(8.0)))
+    assert LlamaConfig.from_hf(GEMMA3_1B | {"query_pre_attn_scalar": 168}).query_pre_attn_scalar == 168
+
+
+def test_reads_the_newer_rope_key_of_gemma3() -> None:
+    newer = {key: value for key, value in GEMMA3_1B.items() if not key.startswith("rope")}
+    newer["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+    }
+    config = LlamaConfig.from_hf(newer)
+    assert config.rope == RopeConfig(2e6, LinearScaling(8.0))
+    assert config.local_rope_theta == 3e4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral"},
+        {"model_type": "mistral", "sliding_window": 7},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3, "sliding_window": 7},
+        {"model_type": "qwen2", "use_sliding_window": True},
+        {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0},
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "layer_types": [*["full_attention", "sliding_attention"] * 4],
+        },
+        {"model_type": "gemma3_text"},
+        {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 3},
+        {"model_type": "gemma3_text", "layer_types": [*["full_attention"] * 8]},
+    ],
+    ids=str,
+)
+def test_sliding_layers_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8}
+    hf = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8} | changes
+    config, theirs = LlamaConfig.from_hf(hf), transformers.AutoConfig.for_model(**hf)
+    types = getattr(theirs, "layer_types", ["sliding_attention"] * 8)  # of Mistral, whose layers are alike
+    sliding = tuple(kind == "sliding_attention" for kind in types)
+    assert config.sliding_layers == (sliding if any(sliding) else ())
+    assert config.sliding_window == (theirs.sliding_window if any(sliding) else None)
+    written = transformers.AutoConfig.for_model(**config.to_hf())
+    assert getattr(written, "layer_types", types) == types
+    assert LlamaConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text"])
 def test_absent_keys_mean_what_transformers_takes(family: str) -> None:
     theirs = getattr(transformers, f"{family}Config")()
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     required = {"model_type": theirs.model_type} | {key: getattr(theirs, key) for key in sizes}
-    config = LlamaConfig.from_hf(required | ({"sliding_window": None} if family == "Mistral" else {}))
+    config = LlamaConfig.from_hf(required)
     assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
     assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert config.max_positions == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+    ropes = theirs.rope_parameters
+    assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if family == "Gemma3Text":
+        assert config.local_rope_theta == ropes["sliding_attention"]["rope_theta"]
+        assert config.query_pre_attn_scalar in (None, theirs.query_pre_attn_scalar)
+        assert (config.bos_id, config.eos_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
 
 
 def test_reads_a_file_and_the_newer_rope_key(tmp_path: Path) -> None:
@@ -183,17 +270,34 @@ def test_defaults_of_absent_keys() -> None:
     assert config.eos_ids == ()
 
 
+_QWEN3_SLIDING: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+_GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": None, "rope_theta": 1e6}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         *[
             ({"architectures": [f"{name}ForCausalLM"]}, f"{name}ForCausalLM")
-            for name in ("Qwen3Moe", "Qwen3Next", "Mixtral", "Ministral", "Gemma", "Gemma3", "Phi", "Phi3")
+            for name in ("Qwen3Moe", "Qwen3Next", "Mixtral", "Ministral", "Gemma", "Gemma2", "Phi", "Phi3")
         ],
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # absent means 4096 there
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 131072}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32}, "layer_types"),
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
-        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": 3}, "use_sliding_window"),
+        (_QWEN3_SLIDING | {"max_window_layers": -1}, "max_window_layers"),
+        (_GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (_GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (_GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (_GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation"),
+        (_GEMMA3 | {"sliding_window": None}, "sliding_window"),
+        (_GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (_GEMMA3 | {"rope_local_base_freq": 0}, "rope_local_base_freq"),
+        (_GEMMA3 | {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
+        (
+            _GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+            "rope_parameters.sliding_attention",
+        ),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
@@ -201,11 +305,12 @@ def test_defaults_of_absent_keys() -> None:
         ({"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
         ({"head_dim": 127}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": "yes"}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (_QWEN3_SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is of 2 layers"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
@@ -332,11 +437,43 @@ configs = st.builds(
 )
 
 
-@given(configs, st.sampled_from([{}, {"qkv_bias": True}, {"qk_norm": True}]))
-def test_to_hf_is_read_back(config: LlamaConfig, family: dict[str, bool]) -> None:
-    config = dataclasses.replace(config, **family)
+FAMILIES: list[dict[str, Any]] = [
+    {},
+    {"qkv_bias": True, "out_bias": True},
+    {"sliding_window": 9},
+    {"qkv_bias": True},
+    {"qkv_bias": True, "sliding_window": 9, "sliding_layers": (False, True, True)},
+    {"qk_norm": True},
+    {"qk_norm": True, "sliding_window": 9, "sliding_layers": (True, False, True)},
+    {"qk_norm": True, "gemma_style": True},
+    {"qk_norm": True, "gemma_style": True, "query_pre_attn_scalar": 168},
+    {"qk_norm": True, "gemma_style": True, "sliding_window": 9, "local_rope_theta": 5e3},
+]
+
+
+@given(configs, st.sampled_from(FAMILIES))
+def test_to_hf_is_read_back(config: LlamaConfig, family: dict[str, Any]) -> None:
+    layers = len(family.get("sliding_layers", ())) or config.num_layers
+    config = dataclasses.replace(config, num_layers=layers, **family)
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     assert hash(config) == hash(LlamaConfig.from_hf(config.to_hf()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_sinks": True}, "has attention_sinks"),
+        ({"gemma_style": True}, "has gemma_style"),
+        ({"sliding_window": 9, "sliding_layers": (True, False)}, "has some layers sliding"),
+        ({"qkv_bias": True, "out_bias": True, "sliding_window": 9}, "has qkv_bias, out_bias, sliding layers"),
+        ({"query_pre_attn_scalar": 9}, "has query_pre_attn_scalar"),
+        ({"sliding_window": 9, "local_rope_theta": 1e4}, "has sliding layers, local_rope_theta"),
+    ],
+)
+def test_combinations_that_no_architecture_has_are_not_written(changes: dict[str, Any], message: str) -> None:
+    config = LlamaConfig(96, 64, 80, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, **changes)
+    with pytest.raises(ValueError, match=message):
+        config.to_hf()
 
 
 # Billions of parameters, as the model cards count them.
@@ -355,6 +492,8 @@ def test_to_hf_is_read_back(config: LlamaConfig, family: dict[str, bool]) -> Non
         ("llama-2-70b", 68.977),
         ("llama-3.3-70b", 70.55),
         ("mistral-7b-v0.3", 7.248),
+        ("gemma3-270m", 0.268),
+        ("gemma3-1b", 1.0),
         ("qwen3-0.6b", 0.596),
         ("qwen3-8b", 8.191),
         ("qwen3-32b", 32.762),
@@ -389,6 +528,6 @@ def test_sliding_layers_are_checked(changes: dict[str, Any], message: str) -> No
 
 
 def test_every_preset_is_tested_and_unknown_ones_are_refused() -> None:
-    assert len(PRESETS) == 15
+    assert len(PRESETS) == 17
     with pytest.raises(ValueError, match=r"llama-3\.1-405b"):
         LlamaConfig.preset("llama-4")

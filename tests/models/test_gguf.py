@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import transformers
 from gguf_files import Type, write_gguf
-from hf_reference import ROPES, Case, logits
+from hf_reference import Case, logits
 from jax.sharding import AxisType
 
 from longctx.models import (
@@ -77,7 +77,42 @@ def test_every_type_gives_the_logits_of_the_dequantised_weights(family: str, typ
     assert read_model(tmp_path / "model.gguf")[1] == expected
 
 
-LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+GEMMA = Case(
+    "gemma3", 1, True, "linear", layers=3, head_dim=16, own=(("sliding_window", 9), ("query_pre_attn_scalar", 16))
+)
+
+
+def test_gemma3_with_the_keys_that_its_files_have_or_leave_out(tmp_path: Path) -> None:
+    """Files of today name no pattern and no base of sliding layers: six layers, and 10,000."""
+    path = tmp_path / "model.gguf"
+    reference = dataclasses.replace(GEMMA, own=(*GEMMA.own, ("sliding_window_pattern", 2))).build()
+    write_gguf(path, reference)
+    assert_same_logits(path, reference)
+    reference.save_pretrained(tmp_path)
+    model, params = load_checkpoint(path)
+    assert model.config == read_model(tmp_path)[0].config
+    save_checkpoint(tmp_path / "saved", model, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    np.testing.assert_allclose(logits(theirs, TOKENS), np.asarray(model(params, TOKENS)), atol=1e-4)
+    changes = {"attention.sliding_window_pattern": None, "rope.freq_base_swa": None}
+    write_gguf(path, reference, **changes, block_count=3)
+    config = read_model(path)[0].config
+    assert (config.sliding_layers, config.local_rope_theta) == ((True,) * 3, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping = 30.0 is not supported"),
+        ({"attention.sliding_window": None}, "it has no key gemma3.attention.sliding_window"),
+        ({"attention.sliding_window": 0}, "gemma3.attention.sliding_window must be an integer of 1"),
+        ({"rope.freq_base_swa": 0.5}, "gemma3.rope.freq_base_swa, the rotary base, must be greater"),
+    ],
+)
+def test_metadata_of_gemma3_that_are_wrong_are_named(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", GEMMA.build(), **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +129,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
         ),
     ],
 )
-def test_rotary_scaling_heads_and_ties(
-    family: str, kv_heads: int, tied: bool, rope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ROPES, "linear", LINEAR)
+def test_rotary_scaling_heads_and_ties(family: str, kv_heads: int, tied: bool, rope: str, tmp_path: Path) -> None:
     reference = Case(family, kv_heads, tied, rope, layers=1).build()
     write_gguf(tmp_path / "model.gguf", reference)
     assert_same_logits(tmp_path / "model.gguf", reference)

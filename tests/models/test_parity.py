@@ -30,12 +30,24 @@ PAIRWISE = [
     Case("mistral", kv_heads=2, tied=False, rope="none"),
     Case("mistral", kv_heads=1, tied=False, rope="llama3", head_dim=16),
 ]
+# Sequences are longer than the windows.
+WINDOWS = [
+    Case("mistral", own=(("sliding_window", 24),)),
+    Case("qwen2", own=(("use_sliding_window", True), ("sliding_window", 24), ("max_window_layers", 2))),
+    Case("qwen3", own=(("use_sliding_window", True), ("sliding_window", 17), ("max_window_layers", 1)), head_dim=16),
+    Case("gemma3", tied=True, own=(("sliding_window", 24), ("query_pre_attn_scalar", 64)), layers=7, head_dim=16),
+    Case("gemma3", kv_heads=1, rope="linear", own=(("sliding_window", 5), ("sliding_window_pattern", 2)), head_dim=8),
+    Case("llama", own=(("attention_bias", True),)),
+]
 FEW = [PAIRWISE[i] for i in (0, 1, 5, 8, 9, 12)]  # every value of any column
-GRID = [Case(*values) for values in itertools.product(["llama", "qwen2"], [8, 2, 1], [False, True], ROPES)]
+GRID = [
+    Case(*values)
+    for values in itertools.product(["llama", "qwen2"], [8, 2, 1], [False, True], ["none", "llama3", "yarn"])
+]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in dict.fromkeys(PAIRWISE + GRID) if case not in FEW]
 
 
-@pytest.mark.parametrize("case", [*FEW, *REST], ids=lambda case: str(case))
+@pytest.mark.parametrize("case", [*FEW, *WINDOWS, *REST], ids=lambda case: str(case))
 def test_float32_logits_and_greedy_tokens(case: Case, tmp_path: Path) -> None:
     reference = case.write(tmp_path)
     model, params = load_checkpoint(tmp_path)
@@ -59,7 +71,7 @@ def assert_tokens_agree(tokens: np.ndarray, expected: np.ndarray, reference_logi
             assert first - second < 1e-4
 
 
-@pytest.mark.parametrize("case", PAIRWISE[4:10:5], ids=lambda case: str(case))
+@pytest.mark.parametrize("case", [*PAIRWISE[4:10:5], WINDOWS[3]], ids=lambda case: str(case))
 def test_bfloat16_is_as_good_as_transformers(case: Case, tmp_path: Path) -> None:
     half = case.build().to(torch.bfloat16)
     half.save_pretrained(tmp_path)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from longctx.models import Llama, LlamaConfig
-from longctx.models.llama import dense_attend
+from longctx.models import Llama, LlamaConfig, param_specs, weight_bytes
+from longctx.models.attend import dense_attend
 from longctx.models.sharded_params import (
     abstract_sharded_params,
     device_config,
@@ -84,3 +84,31 @@ def test_abstract_params_are_those_of_an_accelerator() -> None:
     assert abstract["layers"]["wk"].sharding.shard_shape((2, 32, 4, 8)) == (1, 32, 1, 8)
     assert abstract["embed"].shape == (56, 32)
     assert abstract["lm_head"].sharding.spec == P(None, ("tensor", "stage"))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_context_ranks_share_output_projections_and_feed_forward(apart: bool) -> None:
+    """Each device has the heads and columns of its place, `tensor` first, and as many bytes as arithmetic says."""
+    config = LlamaConfig(56, 32, 48, **(SIZES | {"num_heads": 8, "num_kv_heads": 2}))
+    mesh, params = make_mesh(1, 4, 2), make_params(config, jnp.float32)
+    sharded = shard_params(params, config, mesh, apart=apart or None, ffn="all")
+    layer = sharded["layers"].stacks[0] if apart else sharded["layers"][0]
+    wo, down = (layer[name] if apart else layer[name].matrix for name in ("wo", "w_down"))
+    for name, mine in (("wo", wo), ("w_down", down)):
+        whole = np.asarray(params["layers"][name][0]).reshape(-1, 32)
+        parts = np.split(whole, 8)
+        for shard in mine.addressable_shards:
+            (at,) = np.argwhere(mesh.devices[0] == shard.device)
+            found = np.asarray(shard.data).reshape(parts[0].shape if apart else parts[0].T.shape)
+            np.testing.assert_array_equal(found if apart else found.T, parts[at[1] * 4 + at[0]])
+    of_each = dict.fromkeys(mesh.devices.flat, 0)
+    for x in jax.tree.leaves(sharded):
+        for shard in x.addressable_shards:
+            of_each[shard.device] += shard.data.nbytes
+    assert {*of_each.values()} == {weight_bytes(config, 1, 2, 4, ffn_ranks=4)}
+    assert weight_bytes(config, 1, 2, 4, ffn_ranks=4) < 0.6 * weight_bytes(config, 1, 2, 4)
+
+
+def test_ffn_is_one_of_its_names() -> None:
+    with pytest.raises(ValueError, match="ffn must be one of tensor, all, got 'context'"):
+        param_specs(LlamaConfig(50, 32, 48, **SIZES), make_mesh(), ffn="context")  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def layer(mesh: Any, kv_heads: int = 2, **options: Any) -> ContextParallelAttent
     own = {"rope": RopeConfig(), "use_bias": True, "qk_norm": True, "norm_eps": 1e-6} | options
     made = ContextParallelAttention(WIDTH, HEADS, kv_heads, SIZE, mesh=mesh, rngs=nnx.Rngs(0), **own)
     rng = np.random.default_rng(1)
-    for name in ("bq", "bk", "bv", "q_norm", "k_norm"):
+    for name in ("bq", "bk", "bv", "q_norm", "k_norm", "sinks"):
         param = getattr(made, name)
         if param is not None:
             param[...] = jnp.asarray(rng.standard_normal(param.shape), jnp.float32)
@@ -64,6 +64,9 @@ def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, c
         q_segment_ids=segments,
         kv_segment_ids=segments,
         causal=causal,
+        window=layer.window,
+        sinks=None if layer.sinks is None else layer.sinks[...],
+        logits_soft_cap=layer.logits_soft_cap,
         implementation="reference",
     )
     return jnp.einsum("btnh,nhd->btd", out, layer.wo[...], precision="highest")
@@ -78,6 +81,7 @@ def reference(layer: ContextParallelAttention, x: Array, segments: Any = None, c
         pytest.param(5, 1, {"method": "pass_q"}, marks=pytest.mark.slow),
         pytest.param(8, 2, {"method": "all_gather", "causal": False}, marks=pytest.mark.slow),
         pytest.param(8, 4, {"method": "kvp", "layout": "contiguous"}, marks=pytest.mark.slow),
+        (2, 2, {"window": 3, "use_sinks": True, "logits_soft_cap": 2.0}),
     ],
 )
 def test_equals_dense_attention(ranks: int, kv_heads: int, options: Any) -> None:
@@ -114,6 +118,7 @@ def decode(module: ContextParallelAttention, x: Array, segments: Any = None) -> 
     ("ranks", "options", "chunks"),
     [
         (3, {}, (7, 1, 1, 2)),
+        pytest.param(3, {"window": 4, "use_sinks": True}, (7, 1, 3), marks=pytest.mark.slow),
         pytest.param(1, {}, (11,), marks=pytest.mark.slow),
         pytest.param(2, {"method": "kvp"}, (1,) * 11, marks=pytest.mark.slow),
         pytest.param(5, {"method": "pass_q"}, (2, 9), marks=pytest.mark.slow),
@@ -170,6 +175,35 @@ def test_mesh_of_set_mesh_with_data_parallelism(types: tuple[AxisType, ...]) -> 
         tokens = [decode(module, put(x[:, i : i + 1], "data")) for i in (9, 10, 11)]
     parts = [np.asarray(part) for part in (prefill, *tokens)]
     np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("types", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_parameters_are_sharded_by_head_from_their_creation(types: tuple[AxisType, ...], jitted: bool) -> None:
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=types, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        make = functools.partial(
+            ContextParallelAttention, WIDTH, HEADS, 2, SIZE, rope=RopeConfig(), use_bias=True, qk_norm=True
+        )
+        module = (nnx.jit(make) if jitted else make)(rngs=nnx.Rngs(0))
+        shards = {name: x[...].sharding.shard_shape(x.shape) for name, x in nnx.to_flat_state(nnx.state(module))}
+        assert shards == {
+            ("wq",): (WIDTH, 2, SIZE),
+            ("wk",): (WIDTH, 1, SIZE),
+            ("wv",): (WIDTH, 1, SIZE),
+            ("wo",): (2, SIZE, WIDTH),
+            ("bq",): (2, SIZE),
+            ("bk",): (1, SIZE),
+            ("bv",): (1, SIZE),
+            ("q_norm",): (SIZE,),
+            ("k_norm",): (SIZE,),
+        }
+        out = nnx.jit(lambda module, x: module(x))(module, X)
+        gradient = nnx.grad(lambda module: jnp.sum(module(X) ** 2))(module)
+        assert gradient["wo"][...].sharding.shard_shape(gradient["wo"].shape) == (2, SIZE, WIDTH)
+    plain = make(rngs=nnx.Rngs(0))
+    nnx.update(plain, jax.tree.map(np.asarray, nnx.state(module)))
+    np.testing.assert_allclose(out, reference(plain, X), atol=1e-5)
 
 
 @pytest.mark.parametrize("types", [pytest.param(AxisType.Explicit, marks=pytest.mark.slow), AxisType.Auto])

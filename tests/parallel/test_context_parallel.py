@@ -30,7 +30,7 @@ def arrays(heads: int, kv_heads: int, new: int, cached: int, batch: tuple[int, .
 
 def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: object) -> None:
     """Values and gradients, under jit."""
-    names = "positions", "ids", "window", "soft_cap", "sinks", "causal", "bias"
+    names = "positions", "ids", "first", "last", "window", "soft_cap", "sinks", "causal", "bias"
     masks = {name: x for name, x in arguments.items() if name.endswith(names)}
 
     def loss(compute, q: jax.Array, k: jax.Array, v: jax.Array):  # type: ignore[no-untyped-def]
@@ -71,6 +71,21 @@ def test_window(layout: str, window: tuple[int, int]) -> None:
     options = {"window": window, "causal": window[1] == 0, "sinks": jnp.linspace(-1, 2, 4), "logits_soft_cap": 2.0}
     assert len(layout_hops(45, 4, layout, causal=window[1] == 0, window=window)) < 5 - (layout != "striped")
     compare(make_mesh(context=4, tensor=2), q, k, v[..., :3], method="pass_kv", layout=layout, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("pass_kv", "zigzag"),
+        *(pytest.param(x, "striped", marks=pytest.mark.slow) for x in METHODS if x != "pass_kv"),
+    ],
+)
+def test_first_and_last_position_of_each_query(method: str, layout: str) -> None:
+    """Chunks of one sequence, and a prefix of the other one; queries that pad the shards have limits too."""
+    positions = np.arange(29)
+    first = np.stack([positions // 8 * 8, 0 * positions])
+    limits = {"q_first": first, "q_last": np.maximum(positions, 11), "causal": False}
+    compare(make_mesh(context=4), *arrays(4, 2, 29, 0, (2,)), method=method, layout=layout, **limits)
 
 
 def test_the_choice_is_for_the_devices_of_the_mesh(

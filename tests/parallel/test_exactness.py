@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels import attention
 from longctx.parallel import (
     all_gather_kv,
+    helix_attention,
     kvp_attention,
     make_mesh,
     plan_varseq,
@@ -35,6 +36,7 @@ EXCHANGES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "all_gather": all_gather_kv,
     "kvp_gather": functools.partial(kvp_attention, merge="gather"),
     "kvp_all_to_all": functools.partial(kvp_attention, merge="all_to_all"),
+    "helix": helix_attention,
     "ulysses": ulysses_attention,
     "usp": functools.partial(ulysses_attention, ring_axis="stage"),  # two groups
 }
@@ -50,6 +52,8 @@ SUBSET = [
     ("all_gather", 2, 1),
     ("kvp_gather", 8, 4),
     ("kvp_all_to_all", 5, 4),
+    ("helix", 3, 4),
+    ("helix", 8, 8),
     ("ulysses", 2, 1),
     ("ulysses", 4, 4),  # more ranks than KV heads
     ("usp", 4, 8),
@@ -74,14 +78,15 @@ def differentiated(exchange: str, ranks: int, options: tuple[tuple[str, Any], ..
     else:
         groups = 2 if exchange == "usp" else 1
         spec = P(("stage", "context") if exchange == "usp" else "context")
-        q_spec = P() if exchange.startswith("kvp") else spec
+        q_spec = P() if exchange.startswith(("kvp", "helix")) else spec
+        out_specs = (P(None, "context"),) * 2 if exchange == "helix" else q_spec
         compute = jax.shard_map(
             lambda q, k, v, tokens, sinks: EXCHANGES[exchange](
                 q, k, v, **tokens._asdict(), sinks=sinks, axis_name="context", **dict(options)
             ),
             mesh=make_mesh(stage=groups, context=ranks // groups),
             in_specs=(q_spec, spec, spec, cases.Tokens(*[q_spec, spec] * 2, q_spec, q_spec), P()),  # type: ignore[arg-type]
-            out_specs=q_spec,
+            out_specs=out_specs,
         )
 
     def run(
@@ -139,9 +144,9 @@ def check(
 
 
 def heads_of(exchange: str, ranks: int, ratio: int) -> tuple[int, int]:
-    """Query and KV heads of a ratio, for Ulysses so many that the ranks of a group divide the query heads."""
+    """Query and KV heads of a ratio; where ranks get a part of the heads, so many that they divide the query heads."""
     heads, kv_heads = HEADS[ratio]
-    divisor = {"ulysses": ranks, "usp": ranks // 2}.get(exchange, 1)
+    divisor = {"helix": ranks, "ulysses": ranks, "usp": ranks // 2}.get(exchange, 1)
     times = divisor // math.gcd(heads, divisor)
     return times * heads, times * kv_heads
 
@@ -162,7 +167,7 @@ def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.Data
     check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
 
 
-@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather", "ulysses"))
+@pytest.mark.parametrize("exchange", thinned(EXCHANGES, "pass_kv", "kvp_gather", "helix", "ulysses"))
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=3)
 def test_window_bias_soft_cap_sinks_and_values_of_another_size(exchange: str, data: st.DataObject, seed: int) -> None:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q, ulysses_attention
+from longctx.parallel import (
+    all_gather_kv,
+    helix_attention,
+    kvp_attention,
+    make_mesh,
+    ring_pass_kv,
+    ring_pass_q,
+    ulysses_attention,
+)
 
-EXCHANGES = [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention, ulysses_attention]
+EXCHANGES = [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention, helix_attention, ulysses_attention]
 Q, K, TOKENS = jnp.ones((8, 4, 8)), jnp.ones((8, 2, 8)), jnp.arange(8)
 
 
@@ -24,7 +32,7 @@ def trace(compute, *arrays: jax.Array, replicated: tuple[int, ...] = (), **stati
 
 
 def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    return {"replicated": (0, 3)} if compute is kvp_attention else {}
+    return {"replicated": (0, 3)} if compute in (kvp_attention, helix_attention) else {}
 
 
 @pytest.mark.parametrize("compute", EXCHANGES)
@@ -36,6 +44,13 @@ def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
         ((Q, K, K), {}, ValueError, "q_positions must be given when causal: a rank can't tell"),
         ((Q, K, K, TOKENS), {}, ValueError, "kv_positions must be given when causal"),
         ((Q, K, K, TOKENS, jnp.arange(6)), {}, ValueError, r"kv_positions must have the shape \(4,\)"),
+        (
+            (Q, K, K),
+            {"causal": False, "q_first": TOKENS},
+            ValueError,
+            "kv_positions must be given with q_first and q_l",
+        ),
+        ((Q, K, K, TOKENS, TOKENS), {"q_last": jnp.arange(7)}, ValueError, "q_last must have the shape"),
         ((Q, K, K[:6], TOKENS, TOKENS), {}, ValueError, "k and v must have one shape"),
         ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None, one of"),
         ((Q, K, K, TOKENS, TOKENS), {"scale": float("nan")}, ValueError, "scale must be a finite number"),
@@ -57,6 +72,13 @@ def test_keys_that_are_the_same_on_all_ranks_would_count_twice(compute) -> None:
 def test_kvp_needs_the_same_queries_everywhere() -> None:
     with pytest.raises(ValueError, match="q must be replicated over 'context', but its type says that it varies"):
         trace(kvp_attention, Q, K, K, TOKENS, TOKENS)
+
+
+def test_helix_needs_the_same_queries_everywhere_and_ranks_that_divide_the_heads() -> None:
+    with pytest.raises(ValueError, match="q must be replicated over 'context', but its type says that it varies"):
+        trace(helix_attention, Q, K, K, TOKENS, TOKENS)
+    with pytest.raises(ValueError, match="the 2 ranks of axis_name 'context' must divide q's 3 heads"):
+        trace(helix_attention, Q[:, :3], K[:, :1], K[:, :1], TOKENS, TOKENS, replicated=(0, 3))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from longctx.parallel import (
     Hardware,
     ModelShape,
     all_gather_kv,
+    helix_attention,
     kvp_attention,
     layout_hops,
     make_mesh,
@@ -36,13 +37,19 @@ STATE_BYTES = T * HEADS * (SIZE + 1) * 4
 
 
 def compiled(
-    compute: Callable[..., object], ranks: int, backward: bool = False, kv_length: int = S, replicated: bool = False
+    compute: Callable[..., object],
+    ranks: int,
+    backward: bool = False,
+    kv_length: int = S,
+    replicated: bool = False,
+    by_heads: bool = False,
 ):  # type: ignore[no-untyped-def]
     """The program of out and lse, or of the three gradients."""
     mesh = make_mesh(context=ranks)
     q_spec, q_ranks = (P(), 1) if replicated else (P("context"), ranks)
     specs = (q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context"))
-    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=q_spec)
+    out_specs = P(None, "context") if by_heads else q_spec
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=out_specs)
 
     def gradients(q, k, v, *tokens):  # type: ignore[no-untyped-def]
         def loss(*arrays: jax.Array) -> jax.Array:
@@ -203,3 +210,15 @@ def test_kvp_sends_states_alone(ranks: int) -> None:
     share = (ranks - 1) / ranks * -(-T // ranks) * ranks / T
     assert totals["all-to-all"] == (1, pytest.approx(share * STATE_BYTES))
     assert totals["all-gather"][1] == pytest.approx(share * T * HEADS * (SIZE * 4 + 4))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_helix_sends_states_of_other_ranks_heads(ranks: int) -> None:
+    """An R-th of the bytes by which KVP gathers all states, for any KV length; backward d_out, lse and row terms."""
+    share = (ranks - 1) / ranks
+    program = compiled(helix_attention, ranks, kv_length=4 * S, replicated=True, by_heads=True)
+    assert sent(program, ranks) == {"all-to-all": (1, share * STATE_BYTES)}
+    totals = sent(compiled(helix_attention, ranks, backward=True, replicated=True, by_heads=True), ranks)
+    assert totals["all-to-all"] == (1, share * STATE_BYTES)
+    assert totals["all-gather"] == (1, share * (STATE_BYTES + 4 * T * HEADS))
+    assert totals.keys() == {"all-to-all", "all-gather", "all-reduce"}

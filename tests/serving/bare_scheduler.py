@@ -5,8 +5,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 
-from longctx.serving import ParallelPlan, Slo
+from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.window_pages import WindowPages, window_span
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.scheduler.batch import Batch
@@ -34,6 +35,7 @@ class BareScheduler:
         token_budget: int = 16,
         slo: Slo | None = None,
         readable: Callable[[float], float] = lambda tpot: math.inf,
+        window: int | None = None,
     ) -> None:
         chunker = Chunker(
             make_policy(policy, 0.5),
@@ -44,6 +46,11 @@ class BareScheduler:
             (8, token_budget) if token_budget > 8 else (token_budget,),
         )
         self.pool = PagePool(num_pages, plan.context)
+        if window is not None:
+            config = EngineConfig(page_size=page_size, max_running=max_running, token_budget=token_budget, run_ahead=1)
+            length = num_pages * plan.context * page_size
+            count, span = config.count_window_pages(window, plan, num_pages, length), window_span(window, page_size)
+            self.pool.windows = WindowPages(count, num_pages, plan.context, span)
         placer = plan.placer(page_size, token_budget, lambda tpot: readable(tpot or math.inf))
         self.scheduler = Scheduler(chunker, self.pool, page_size, max_running, admission, slo or Slo(), placer)  # type: ignore[arg-type]
         self.now, self.page_size, self.plan = 0.0, page_size, plan
@@ -76,6 +83,7 @@ class BareScheduler:
         if batch is None:
             batch = self.scheduler.idle()
         self.batches.append(batch)
+        self.compute(batch)
         self._stages.append(batch)
         self.now += max(max(each.predicted for each in self._stages), 1e-4)
         if len(self._stages) == self.plan.stage:
@@ -85,6 +93,9 @@ class BareScheduler:
                     if sequence.length - sequence.in_flight == sequence.prompt_length + sequence.max_tokens:
                         self.scheduler.finish(sequence)
         return batch
+
+    def compute(self, batch: Batch) -> None:
+        """Compute a step that has just been planned, in tests that look at its rows."""
 
     def run(self, most_steps: int = 20_000) -> None:
         """To the end of all sequences; at most some idle steps in a row."""

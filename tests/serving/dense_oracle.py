@@ -18,7 +18,15 @@ EOS = 7
 NEARLY = 2.0  # of logits: less than their standard deviation in these models
 
 
-def make_model(num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, intermediate: int = 48) -> Llama:
+def make_model(
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate: int = 48,
+    windows: tuple[int, tuple[bool, ...]] | None = None,
+) -> Llama:
+    """Make a model; `windows`: tokens of a window, and which layers have it, by default all."""
+    sliding = {} if windows is None else dict(zip(("sliding_window", "sliding_layers"), windows, strict=True))
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -29,6 +37,7 @@ def make_model(num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, i
         head_dim=8,
         max_positions=256,
         eos_ids=(EOS,),
+        **sliding,
     )
     return Llama(config)
 

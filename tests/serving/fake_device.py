@@ -4,6 +4,7 @@ So a page that is lost, doubled, overwritten or read too early, in any stage or 
 request, as on real devices, at the price of a few list operations. The inputs are those of real devices.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -53,13 +54,23 @@ class FakeDevice:
     """A `ModelRunner` of stages and ranks; each stage passes its rows' tokens to the next."""
 
     def __init__(
-        self, plan: ParallelPlan, num_pages: int, page_size: int, slots: int, entries: int, sections: tuple[int, ...]
+        self,
+        plan: ParallelPlan,
+        num_pages: int,
+        page_size: int,
+        slots: int,
+        entries: int,
+        sections: tuple[int, ...],
+        windows: tuple[int, int] | None = None,
     ) -> None:
         self.plan, self.page_size = plan, page_size
+        self.window, num_window_pages = windows or (None, 0)
         each = plan.stage, plan.context
         self.pages = np.full((*each, num_pages, page_size), -1)
         self.table = np.full((*each, slots, entries), -1)
         self.page_index = np.full((*each, slots, entries), -1)
+        self.window_pages = np.full((*each, num_window_pages, page_size), -1)
+        self.window_table = np.full((*each, slots, entries), -1)
         self.last = np.full(slots, -1)
         self.seen = np.zeros((slots, VOCAB), np.uint32)
         self.bias: list[list[tuple[int, float]]] = [[] for _ in range(slots)]
@@ -71,10 +82,21 @@ class FakeDevice:
     def clear_slot(self, slot: int) -> None:
         self.page_index[:, :, slot] = -1
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
+    def set_entries(
+        self,
+        slot: int,
+        first: np.ndarray,
+        pages: np.ndarray,
+        page_index: np.ndarray,
+        window_pages: np.ndarray | None = None,
+    ) -> None:
+        assert (window_pages is None) == (self.window is None)
         for rank in range(self.plan.context):
             for i in np.flatnonzero(pages[rank] >= 0):
-                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], page_index[rank, i])
+                at = slice(None), rank, slot, first[rank] + i
+                self._set_entry(*at, pages[rank, i], page_index[rank, i])
+                if window_pages is not None:
+                    self.window_table[at] = window_pages[rank, i]
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         assert seen.dtype == np.uint32
@@ -126,11 +148,14 @@ class FakeDevice:
         """Update tables and write tokens; returns the tokens by kind, padded to be independent of the bucket."""
         for rank in range(self.plan.context):
             entries = set()
-            for slot, entry, page, number in zip(*(part[rank] for part in inputs[-4:]), strict=True):
+            columns = inputs.table_slots, inputs.table_entries, inputs.table_pages, inputs.table_page_index
+            for i, (slot, entry, page, number) in enumerate(zip(*(part[rank] for part in columns), strict=True)):
                 if slot >= 0:
                     assert (slot, entry) not in entries, "an entry of a page table is set twice, in no order"
                     entries.add((slot, entry))
                     self._set_entry(stage, rank, slot, entry, page, number)
+                    if self.window is not None:
+                        self.window_table[stage, rank, slot, entry] = inputs.table_window_pages[rank, i]
         if stage == 0:
             tokens = np.where(inputs.tokens < 0, self.last[np.maximum(inputs.slots, 0)], inputs.tokens)
             self.num_rows += int((inputs.slots >= 0).sum())
@@ -147,7 +172,11 @@ class FakeDevice:
             assert len(written) == shape.written == others + shape.rows
             local = inputs.pages[rank] >= 0
             assert (slots[local] >= 0).all()
-            self.pages[stage, rank, inputs.pages[rank][local], inputs.offsets[rank][local]] = written[local]
+            offsets = inputs.offsets[rank][local]
+            self.pages[stage, rank, inputs.pages[rank][local], offsets] = written[local]
+            if self.window is not None:
+                assert ((inputs.window_pages[rank] >= 0) == local).all()
+                self.window_pages[stage, rank, inputs.window_pages[rank][local], offsets] = written[local]
         ends, kinds = np.cumsum(shape[:3]), []
         for end, count in zip(ends, shape[:3], strict=True):
             kinds.append(np.pad(tokens[:, end - count : end], ((0, 0), (0, 1000))))
@@ -190,7 +219,8 @@ class FakeDevice:
         seen = np.full(position + 1, -2)
         for other in ranks:
             before = -1
-            for page, number in zip(self.table[stage, other, slot], self.page_index[stage, other, slot], strict=True):
+            tables = self.table, self.page_index, self.window_table
+            for page, number, window in zip(*(table[stage, other, slot] for table in tables), strict=True):
                 if number < 0 and shape.ranks > 1:
                     break
                 number = number if shape.ranks > 1 else before + 1
@@ -202,6 +232,9 @@ class FakeDevice:
                 part = self.pages[stage, other, page][: position + 1 - start]
                 assert (seen[start : start + len(part)] == -2).all(), "a page is on two ranks"
                 seen[start : start + len(part)] = part
+                if self.window is not None and (old := max(0, position + 1 - self.window - start)) < len(part):
+                    kept = self.window_pages[stage, other, window][: len(part)]
+                    assert (kept[old:] == part[old:]).all(), "a window page has other tokens than its page"
         assert (seen >= 0).all(), "a row sees a token that was not written"
         return seen
 
@@ -212,13 +245,27 @@ def _unpack(controls: np.ndarray) -> dict[str, float]:
     return dict(zip(Controls._fields, values, strict=True))
 
 
+def model_with(window: int | None) -> Llama:
+    """The model, or one whose layers have a window."""
+    return MODEL if window is None else Llama(dataclasses.replace(MODEL.config, sliding_window=window))
+
+
 class FakeExecutor(DeviceExecutor):
     """Runs fake devices in virtual time; the seconds of a step follow from its rows."""
 
-    def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, seconds: float = 1e-3) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: ParallelPlan,
+        num_pages: int,
+        seconds: float = 1e-3,
+        window: int | None = None,
+    ) -> None:
         sizes = config.max_running, -(-LENGTH // config.page_size), config.step_rows(plan).largest
-        device: Any = FakeDevice(plan, num_pages, config.page_size, *sizes)
-        super().__init__(MODEL.config, config, plan, num_pages, LENGTH, device)
+        count = config.count_window_pages(window, plan, num_pages, LENGTH)
+        windows = None if window is None else (window, count)
+        device: Any = FakeDevice(plan, num_pages, config.page_size, *sizes, windows)
+        super().__init__(model_with(window).config, config, plan, num_pages, LENGTH, device)
         self.now = self._free = 0.0
         self._seconds = seconds
         self._ready: dict[int, float] = {}
@@ -243,11 +290,19 @@ def make_engine(
     plan: ParallelPlan | None = None,
     group: ProcessGroup | None = None,
     monitor: Callable[[StepMetrics], object] | None = None,
+    window: int | None = None,
     **options: object,
 ) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16), "chunking": "static"} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
-    executor = FakeExecutor(config, plan or ParallelPlan(), num_pages)
+    executor = FakeExecutor(config, plan or ParallelPlan(), num_pages, window=window)
     return Engine(
-        MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, process_group=group, monitor=monitor
+        model_with(window),
+        None,
+        config,
+        executor=executor,
+        clock=executor.clock,
+        plan=plan,
+        process_group=group,
+        monitor=monitor,
     )

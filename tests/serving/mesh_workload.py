@@ -29,16 +29,24 @@ UNEVEN = [
 
 
 @functools.cache
-def oracle_of(layers: int, tensor: int, kv_dtype: str | None = None) -> Oracle:
+def oracle_of(
+    layers: int, tensor: int, kv_dtype: str | None = None, windows: tuple[int, tuple[bool, ...]] | None = None
+) -> Oracle:
     """The oracle of a model whose heads a size divides: 2 KV heads, repeated on more devices, or one for each."""
     heads = {3: (6, 3, 48), 5: (5, 1, 60)}.get(tensor, (8, 2, 48))
-    return Oracle(make_model(layers, *heads), kv_dtype)
+    return Oracle(make_model(layers, *heads, windows), kv_dtype)
 
 
-def make_mesh_engine(plan: ParallelPlan, layers: int | None = None, **options: object) -> Engine:
+def make_mesh_engine(
+    plan: ParallelPlan,
+    layers: int | None = None,
+    windows: tuple[int, tuple[bool, ...]] | None = None,
+    **options: object,
+) -> Engine:
     """An engine of a model with so many layers, by default one for each stage."""
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
-    oracle = oracle_of(layers or plan.stage, plan.tensor, options.get("kv_dtype"))  # type: ignore[arg-type]
+    kv_dtype: Any = options.get("kv_dtype")
+    oracle = oracle_of(layers or plan.stage, plan.tensor * plan.ffn_ranks, kv_dtype, windows)
     return make_engine(None, oracle, plan, **(shapes | options))
 
 
@@ -69,8 +77,9 @@ class ChunkRecorder:
 
 def run_workload(engine: Engine, seed: int, events: int, layers: int | None = None) -> None:
     """Run a workload, and check its tokens; those of FP8 pages need only be near the expected ones."""
-    plan, kv_dtype = engine.plan, engine.config.kv_dtype
-    oracle = oracle_of(layers or plan.stage, plan.tensor, kv_dtype)
+    plan, kv_dtype, model = engine.plan, engine.config.kv_dtype, engine.model.config
+    windows = None if model.sliding_window is None else (model.sliding_window, model.sliding_layers)
+    oracle = oracle_of(layers or plan.stage, plan.tensor * plan.ffn_ranks, kv_dtype, windows)
     Workload(engine, seed, oracle.expected_tokens, oracle.follows if kv_dtype else None, oracle.prime).run(events)
 
 
@@ -80,11 +89,12 @@ def check_tokens(
     seed: int = 0,
     events: int = 150,
     layers: int | None = None,
+    ffn: str = "tensor",
     **options: object,
 ) -> None:
     """Run a workload by a plan, and check its tokens, and that it had the kinds of rows that the plan is for."""
     placement, exchange = strategy
-    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
+    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16, ffn=ffn)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan, layers, **options)
     recorded = ChunkRecorder(engine)
     run_workload(engine, seed, events, layers)

@@ -173,14 +173,13 @@ def reads(group: ProcessGroup, options: dict[str, Any]) -> None:
     plan = ParallelPlan(**options["plan"])
     mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
     group.agree("checkpoint", checkpoint_fingerprint(TINY))
-    model, params = load_checkpoint(TINY, mesh)
+    model, params = load_checkpoint(TINY, mesh, ffn=plan.ffn)
     here = 0
     for leaf in jax.tree.leaves(params):
         here += sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    engine = Engine(
-        model, params, EngineConfig(token_budget=16, buckets=(16,), max_running=2), mesh, process_group=group
-    )
+    config = EngineConfig(token_budget=16, buckets=(16,), max_running=2)
+    engine = Engine(model, params, config, mesh, plan=plan, process_group=group)
     if group.is_first:
         engine.generate([[1, 2, 3]])
     else:

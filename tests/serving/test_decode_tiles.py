@@ -24,6 +24,6 @@ def test_rows_that_may_be_decodes_take_small_tiles(rows: int, max_running: int, 
     with interpreted():
         made: list[PagedAttend] = []
         jax.eval_shape(lambda: made.append(PagedAttend.make(of_rank, tables, shape, HEADS, pool, jnp.bfloat16)))
-    assert made[0].unsharded is not None
-    assert made[0].unsharded.plan.implementation == "mosaic_gpu"
-    assert made[0].unsharded.plan.data.seen[0].shape[1] == block_q
+    assert made[0].full.unsharded is not None
+    assert made[0].full.unsharded.plan.implementation == "mosaic_gpu"
+    assert made[0].full.unsharded.plan.data.seen[0].shape[1] == block_q

@@ -30,7 +30,8 @@ CHUNKS = st.lists(
     ),
     max_size=3,
 )
-TABLES = st.lists(st.builds(TableRun, SMALL, SMALL, st.lists(SMALL, max_size=3)), max_size=2)
+PAGES = st.lists(SMALL, max_size=3)
+TABLES = st.lists(st.builds(TableRun, SMALL, SMALL, PAGES, PAGES), max_size=2)
 EXCHANGES = st.sampled_from([None, *(Exchange(name, "for a reason") for name in ("kvp", "pass_kv", "pass_q"))])
 BATCHES = st.builds(Batch, SMALL, CHUNKS, TABLES, exchange=EXCHANGES)
 
@@ -52,7 +53,7 @@ def test_plans_are_described(batch: Batch) -> None:
     assert text.startswith(f"  step {batch.index} computes ")
     for chunk in batch.chunks:
         assert f"slot {chunk.slot}: {chunk.num_tokens} from {chunk.start} on ranks {list(chunk.ranks)}" in text
-    tables = f"; tables {[(run.slot, run.first, *run.pages) for run in batch.tables]}"
+    tables = f"; tables {[(run.slot, run.first, *run.pages, *run.windows) for run in batch.tables]}"
     assert text.endswith(tables if batch.exchange is None else f"{tables}; {batch.exchange.name}")
 
 

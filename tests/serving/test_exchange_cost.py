@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.models import LlamaConfig, RowwiseFp8
+from longctx.models import LlamaConfig, RowwiseFp8, weight_bytes
 from longctx.parallel import Device, Link, Topology
 from longctx.parallel.cost import Hardware
 from longctx.parallel.device_tables import DEVICES
@@ -187,3 +187,31 @@ def test_a_decode_takes_as_long_as_the_fullest_rank() -> None:
     assert chunks
     assert all(work.chunk_pairs >= work.rows * 990_000 for work, _ in chunks)
     assert all(a <= b for (_, a), (_, b) in itertools.pairwise(chunks[:-1]))
+
+
+def test_ranks_that_share_weights_read_a_part_of_them() -> None:
+    """Over free links a decode saves what a device need not read; replicated rows also save products."""
+    free = Topology(DEVICES["H100"], dict.fromkeys(AXES, Link("free", 1e18, share=1.0)))
+    tensor, shared = (roofline(LLAMA_405B, free, 8192, tensor=8, context=4, ffn=ffn) for ffn in ("tensor", "all"))
+    bandwidth = DEVICES["H100"].reached_bandwidth
+    saved = (weight_bytes(LLAMA_405B, 1, 8) - weight_bytes(LLAMA_405B, 1, 8, ffn_ranks=4)) / bandwidth
+    for decode in (Work(1, 1, 1000, replicated=1), Work(1, 1, 1000)):
+        assert tensor.seconds(decode) - shared.seconds(decode) == pytest.approx(saved, rel=0.02)
+    chunk, local = Work(4096, replicated=4096), Work(4096)
+    assert shared.seconds(chunk) < 0.45 * tensor.seconds(chunk)
+    assert shared.seconds(local) == pytest.approx(tensor.seconds(local), rel=0.1)
+
+
+def test_what_rows_exchange_for_shared_weights() -> None:
+    """Over a link of 1 byte/s, bytes of a layer are those of compiled steps (`test_helix.py`)."""
+    model = LlamaConfig(64, 32, 48, 1, 4, 2, 16)
+    link = Link("slow", 1.0, share=1.0)
+    topology = Topology(DEVICES["H100"], {"tensor": link, "context": link})
+    exchange = roofline(model, topology, 64, tensor=2, context=2, element_bytes=4, ffn="all").exchange
+    assert exchange is not None
+    local, replicated = (exchange.seconds(Work(16, replicated=rows), 0.0) for rows in (0, 16))
+    assert local == 16 * 2 * 16 * 4 / 2 + 3 * 16 * 32 * 4
+    assert exchange.shared is not None
+    sums, over_tensor = 2 * (2 * 3 / 4) * 16 * 32 * 4, 2 * 16 * 32 * 4
+    counted = exchange.shared.replicated_share * over_tensor  # by the curve of rows
+    assert replicated == pytest.approx(16 * 2 * 17 * 4 / 2 + sums - counted)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,10 +33,10 @@ def oracle_of(modules: str) -> Oracle:
     return Oracle(Llama(dataclasses.replace(plain.config, quantization=RowwiseFp8.of(4, modules))))
 
 
-def check(sizes: tuple[int, int, int], modules: str) -> None:
+def check(sizes: tuple[int, int, int], modules: str, **options: Any) -> None:
     oracle = oracle_of(modules)
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
-    engine = make_engine(None, oracle, ParallelPlan(*sizes), **shapes)
+    engine = make_engine(None, oracle, ParallelPlan(*sizes, **options), **shapes)
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
         assert oracle.agrees(list(output.token_ids), prompt, GREEDY)
         assert len(set(output.token_ids)) > 4
@@ -44,6 +45,14 @@ def check(sizes: tuple[int, int, int], modules: str) -> None:
 @pytest.mark.parametrize(("sizes", "modules"), SOME, ids=str)
 def test_tokens_equal_those_of_the_dense_model(sizes: tuple[int, int, int], modules: str) -> None:
     check(sizes, modules)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 4, 1), (2, 2, 1)))], ids=str
+)
+def test_rows_are_quantised_by_their_maximum_over_context_ranks(sizes: tuple[int, int, int]) -> None:
+    """Devices of both axes share the inputs of wo and w_down; requests grow onto all ranks."""
+    check(sizes, "all", ffn="all", rank_tokens=16)
 
 
 @pytest.mark.slow
@@ -64,6 +73,9 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
     for stage, tensor, dtype in itertools.product((1, 2, 3, 4), (1, 2), (np.float32, jax.numpy.bfloat16)):
         mesh, size = make_mesh(stage, 1, tensor), np.dtype(dtype).itemsize
         assert weight_bytes(config, stage, tensor, size) == param_bytes(Llama(config), mesh, dtype)
+        if stage < 3:
+            bytes_of = functools.partial(param_bytes, Llama(config), make_mesh(stage, 2, tensor), dtype)
+            assert weight_bytes(config, stage, tensor, size, ffn_ranks=2) == bytes_of("all") < bytes_of("tensor")
         local = device_config(config, mesh)
         for kv_dtype in (None, "float8_e4m3fn"):
             of = kv_dtype or dtype

@@ -14,6 +14,7 @@ from page_cases import NUM_PAGES, PAGE_SIZE, PageCase, make_config
 
 from longctx.serving.kv_cache.connector import PageBlock, assemble
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.runner.layer_pages import LayerPages
 from longctx.serving.runner.page_programs import PoolShape, compile_read, compile_write
 from longctx.serving.runner.paged_cache import PagedCache
 
@@ -81,6 +82,70 @@ def test_pages_are_the_same_on_another_mesh(
     wanted = np.zeros_like(other.payload)
     wanted[to] = expected
     np.testing.assert_array_equal(other.on_devices(), wanted)
+
+
+SLIDING = (True, False, True, True, False)
+
+
+@settings(max_examples=6)
+@given(
+    sizes=st.lists(st.sampled_from(MESHES), min_size=2, max_size=2),
+    sliding=st.sampled_from([SLIDING, (True,) * 5]),
+    dtype=st.sampled_from(["float32", "float8_e4m3fn"]),
+    layers=parts(5),
+    seed=st.integers(0, 2**20),
+    is_jax=st.booleans(),
+)
+def test_pages_of_sliding_layers_are_where_window_pages_are(
+    sizes: list[tuple[int, int, int]],
+    sliding: tuple[bool, ...],
+    dtype: str,
+    layers: tuple[int, int],
+    seed: int,
+    is_jax: bool,
+) -> None:
+    """Layers of a payload that have no window page to be written to are dropped; what there is none of is anything."""
+    one, other = (PageCase(size, make_config(5, 2, sliding), dtype, seed) for size in sizes)
+    other.zeros()
+    random, layout, part = np.random.default_rng(seed), one.transfer.layout, slice(*layers)
+    pages, to = (random.permutation(case.num_pages)[:9].tolist() for case in (one, other))
+    read = one.transfer.read(one.cache, pages, layers, one.window_of(pages))
+    out, wanted = np.zeros((2, 9, *layout.shape), one.payload.dtype)
+    assemble(read.on_devices() if is_jax else read.result(), out, layout.whole)
+
+    def has(case: PageCase, pages: list[int]) -> np.ndarray:
+        """Whether pages have each layer: bool `[pages, layers]`."""
+        return ~np.array(sliding)[None] | (np.array(case.window_of(pages))[:, None] >= 0)
+
+    wanted[:, part] = one.payload[pages, part]
+    was_there = has(one, pages)
+    np.testing.assert_array_equal(out[was_there], wanted[was_there])
+
+    for block in read.on_devices() if is_jax else read.result():
+        placed = other.transfer.place(to, block, other.window_of(to))
+        other.cache, _ = other.transfer.write(other.cache, [placed])
+    expected, window = np.zeros_like(other.payload), np.array(other.window_of(to))
+    expected[to] = np.where(has(other, to)[..., None, None, None, None], out, 0)
+    np.testing.assert_array_equal(other.on_devices(), expected)
+    assert window.max() >= 0
+
+
+def test_wrong_window_pages_are_refused() -> None:
+    case, plain = PageCase((1, 2, 1), make_config(5, 2, SLIDING)), make_case((1, 1, 1), 2, "float32")
+    for match, window in (
+        ("window_pages must be given where", None),
+        ("window_pages must be 2", [0]),
+        ("window_pages must be 2", [0, -2]),
+        ("of their pages' ranks, got 7 for page 0", [7, 8]),
+    ):
+        with pytest.raises(ValueError, match=match):
+            case.transfer.read(case.cache, [0, NUM_PAGES], (0, 5), window)
+    with pytest.raises(ValueError, match="window_pages must be given where"):
+        plain.transfer.read(plain.cache, [0], (0, 5), [0])
+    with pytest.raises(ValueError, match="num_window_pages must be 1 or more"):
+        LayerPages.of(make_config(5, 2, SLIDING), 1, NUM_PAGES)
+    with pytest.raises(ValueError, match="num_window_pages must be 0 for"):
+        LayerPages.of(make_config(), 1, NUM_PAGES, 3)
 
 
 @settings(max_examples=8)

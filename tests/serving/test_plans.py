@@ -46,7 +46,7 @@ def short_messages() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=6)
+@settings(max_examples=8)
 @given(
     plan=PLANS,
     seed=st.integers(0, 2**20),
@@ -57,6 +57,7 @@ def short_messages() -> Iterator[None]:
     prefix_cache=st.booleans(),
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
+    window=st.sampled_from([None, 1, 7, 30]),
 )
 def test_random_workloads_give_the_oracles_tokens(
     plan: ParallelPlan,
@@ -68,11 +69,13 @@ def test_random_workloads_give_the_oracles_tokens(
     prefix_cache: bool,
     policy: str,
     chunking: str,
+    window: int | None,
 ) -> None:
     engine = make_engine(
         num_pages * 4 // min(page_size, 4),
         page_size,
         plan,
+        window=window,
         buckets=(4, 16),
         run_ahead=run_ahead,
         admission=admission,
@@ -225,6 +228,18 @@ def record(engine: Engine) -> list[Batch]:
         (ParallelPlan(1, 1, 3), {}, 8, "tensor must divide the model's 4 query heads, got 3"),
         (ParallelPlan(1, 1, 4), {"intermediate_size": 6}, 8, "6 feed-forward columns"),
         (ParallelPlan(1, 1, 4), {"num_heads": 12, "num_kv_heads": 6}, 8, "6 KV heads or be a multiple of them, got 4"),
+        (
+            ParallelPlan(1, 4, 2, ffn="all"),
+            {},
+            8,
+            r"context \* tensor must divide the model's 4 query heads with ffn='all'",
+        ),
+        (
+            ParallelPlan(1, 3, 1, ffn="all"),
+            {"num_heads": 6, "num_kv_heads": 2, "intermediate_size": 8},
+            8,
+            "8 feed-forward columns with",
+        ),
     ],
 )
 def test_plans_that_do_not_suit_a_model_are_refused(
@@ -242,6 +257,7 @@ def test_plans_that_do_not_suit_a_model_are_refused(
         ({"exchange": "ring"}, ValueError, "exchange must be one of auto, kvp, pass_q, pass_kv"),
         ({"placement": "random"}, ValueError, "placement must be one of grow, interleave"),
         ({"rank_tokens": 0}, ValueError, "rank_tokens must be"),
+        ({"ffn": "context"}, ValueError, "ffn must be one of tensor, all, got 'context'"),
     ],
 )
 def test_invalid_plans_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -134,11 +134,22 @@ def test_tokens_equal_those_of_one_device(
     count: int, sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int, tmp_path: Path
 ) -> None:
     """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
+    check_tokens(count, sizes, {"placement": strategy[0], "exchange": strategy[1]}, seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2), (2, 2, 1)])
+def test_tokens_equal_those_of_one_device_where_processes_share_a_feed_forward(
+    sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    check_tokens(2, sizes, {"exchange": "kvp", "ffn": "all"}, 0, tmp_path)
+
+
+def check_tokens(count: int, sizes: tuple[int, int, int], options: dict[str, Any], seed: int, tmp_path: Path) -> None:
     stage, context, tensor = sizes
-    plan = {"stage": stage, "context": context, "tensor": tensor, "placement": strategy[0], "exchange": strategy[1]}
-    plan |= {"rank_tokens": 16}
+    plan = {"stage": stage, "context": context, "tensor": tensor, "rank_tokens": 16} | options
     options = {"plan": plan, "seed": seed, "events": 40, "failure_timeout": 120, "join_timeout": 120}
-    options["cold"] = strategy[1] != "kvp"
+    options["cold"] = plan["exchange"] != "kvp"
     with processes(tmp_path, "workload", count, **options) as group:
         assert group.statuses(500) == [0] * count, "\n".join(map(group.output, range(count)))
         steps = [json.loads(group.output(i).splitlines()[-1])["steps"] for i in range(count)]
@@ -228,9 +239,11 @@ def test_an_error_in_one_process_ends_all(who: int, stand_still: bool, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "most"), [({"stage": 2}, 0.75), ({"tensor": 2}, 0.55), ({"context": 2}, 1.0)], ids=str
+    ("plan", "most"),
+    [({"stage": 2}, 0.75), ({"tensor": 2}, 0.55), ({"context": 2}, 1.0), ({"context": 2, "ffn": "all"}, 0.75)],
+    ids=str,
 )
-def test_each_process_reads_only_its_shards(plan: dict[str, int], most: float, tmp_path: Path) -> None:
+def test_each_process_reads_only_its_shards(plan: dict[str, Any], most: float, tmp_path: Path) -> None:
     with processes(tmp_path, "reads", 2, plan=plan, failure_timeout=120) as group:
         assert group.statuses(200) == [0, 0], group.output(0) + group.output(1)
         for sizes in (json.loads(group.output(i).splitlines()[-1]) for i in (0, 1)):

@@ -126,7 +126,7 @@ def test_state_updates_copy_no_cache() -> None:
         (state_updates.set_seen, scalar, seen),
         (state_updates.set_bias, scalar, bias),
     ):
-        compiled = state_updates.update_program(update, mesh, False).lower(state, *arguments).compile()
+        compiled = state_updates.update_program(update, mesh, False, False).lower(state, *arguments).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes(dtype)
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
         assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE

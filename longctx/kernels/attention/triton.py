@@ -280,11 +280,11 @@ def visible_keys(seen: Seen, rows: tuple[Any, ...], entry: Array, key: Array, tr
     positions, kv_segments = (
         jnp.expand_dims(load(x, entry_of(x, entry), key), 1 - axis) for x in (seen.kv_positions, seen.kv_segments)
     )
-    visible: Array = segments == kv_segments
+    visible: Any = segments == kv_segments
     if last is not None:
-        visible &= positions <= last
+        visible = visible & (positions <= last)
     if first is not None:
-        visible &= positions >= first
+        visible = visible & (positions >= first)
     return visible
 
 

@@ -38,7 +38,7 @@ from longctx.kernels.partitioning import match_varying
 def paged_attention(
     q: Float[ArrayLike, "T N H"],
     k_pages: Shaped[ArrayLike, "pages page_size K H"],
-    v_pages: Shaped[ArrayLike, "pages page_size K H"],
+    v_pages: Shaped[ArrayLike, "pages page_size K Hv"],
     page_table: Int[ArrayLike, "B M"] | Nested,
     page_index: Int[ArrayLike, "B M"] | Nested | None,
     kv_lengths: Int[ArrayLike, "B"] | Nested,
@@ -56,7 +56,7 @@ def paged_attention(
     plan: PagedPlan | None = None,
     k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
     v_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
-) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]`, from `q_first[t]` on,
@@ -66,8 +66,9 @@ def paged_attention(
 
     Args:
       q: queries `[T, N, H]`, floating point.
-      k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
-        16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold anything, including NaN.
+      k_pages, v_pages: `[pages, page_size, K, H]` and `[pages, page_size, K, Hv]`, N a multiple of K, in the dtype of
+        q, or uint16: the bits of a 16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold
+        anything, including NaN.
       page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
         use that is outside the pool is an error under `jax.experimental.checkify` if no `plan` is given (a check is an
         effect, which JAX dispatches slowly and `jax.export` refuses); otherwise some other page is read.
@@ -85,10 +86,10 @@ def paged_attention(
       window: as for `attention`.
       sinks, logits_soft_cap: as for `attention`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; no soft cap; page sizes
-        of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"triton"` (NVIDIA GPUs since
-        Ampere; no float64; H up to 256, of FP8 pages an even one), `"xla"` or `"reference"` (dense, the oracle);
-        None picks the best that supports the case (`longctx.kernels.explain`).
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256 and Hv equal to it; no soft
+        cap; page sizes of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"triton"`
+        (NVIDIA GPUs since Ampere; no float64; H and Hv up to 256, even ones of FP8 pages), `"xla"` or
+        `"reference"` (dense, the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.
@@ -96,7 +97,7 @@ def paged_attention(
         of its token and KV head, rounded to q.dtype. Those of unused slots may be anything.
 
     Returns:
-      out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
+      out `[T, N, Hv]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
       `out = 0`, `lse = -inf`. States of disjoint pages merge (`merge_states`). Scores may be any finite float32
       numbers, for `"mosaic_gpu"` within 1e9.
 
@@ -143,8 +144,9 @@ def paged_attention(
     rule = AttentionRule(True, check_scale(scale, operands.q.shape[-1]), check_window(window), cap)
     sinks = check_sinks(sinks, operands.q)
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
+    of_case = operands.q.dtype, operands.k_pages, operands.v_pages.shape[3], cap is not None
     if plan is None:
-        chosen = choose_implementation(names, operands.q.dtype, operands.k_pages, cap is not None)
+        chosen = choose_implementation(names, *of_case)
     elif not isinstance(plan, PagedPlan):
         raise TypeError(f"plan must be what plan_paged_attention returns, got {type(plan).__name__}")
     elif plan.shapes != shapes_of(operands) or (names and plan.implementation not in names):
@@ -163,8 +165,7 @@ def paged_attention(
         of_plan = "FP8 pages" if plan.is_fp8 else "pages that are not FP8"
         raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")
     else:
-        pages = operands.k_pages
-        chosen = choose_implementation([plan.implementation], operands.q.dtype, pages, cap is not None)
+        chosen = choose_implementation([plan.implementation], *of_case)
     wide = None if sinks is None else wide_dtype(operands.q.dtype)
     with reverse_mode_alone("paged_attention", chosen):
         out, lse = with_sinks(_paged_attention(operands, plan, chosen, rule, wide or out_dtype), sinks)
@@ -181,7 +182,7 @@ def _paged_attention(
         if not plan.empty:
             debug_check_table(operands)
     if plan.empty:
-        out = jnp.zeros_like(operands.q, wide_dtype(operands.q.dtype))
+        out = jnp.zeros_like(operands.q, wide_dtype(operands.q.dtype), shape=operands.out_shape)
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         planned = PlannedPages(*operands[:3], operands[3:], plan)

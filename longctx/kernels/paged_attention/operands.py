@@ -16,7 +16,7 @@ from longctx.kernels.fp8_rows import dequantize_rows
 
 
 class PagedOperands(NamedTuple):
-    """q `[T, N, H]` and pages `[pages, page_size, K, H]`; metadata int32, as `paged_attention` describes them.
+    """q `[T, N, H]`, pages `[pages, page_size, K, H or Hv]`; metadata int32, as `paged_attention` describes them.
 
     FP8 pages are uint8, and their scales `[pages, K, page_size]` float32; None: the pages are not FP8.
     """
@@ -33,6 +33,11 @@ class PagedOperands(NamedTuple):
     k_scale: Array | None = None
     v_scale: Array | None = None
     q_first: Array | None = None  # [T]
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """The shape `[T, N, Hv]` of results."""
+        return self.q.shape[0], self.q.shape[1], self.v_pages.shape[3]
 
     def first_seen(self, before: int | None) -> Array | None:
         """Return the first position, 0 or more, that each row sees `[T]`; None: all see those from 0 on.
@@ -116,8 +121,8 @@ def check_pages(
     """Check pages, and scales where there are any.
 
     Args:
-      k_pages, v_pages: `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits; with
-        scales, of float8_e4m3fn or its bits.
+      k_pages, v_pages: `[pages, page_size, K, H]` and `[pages, page_size, K, Hv]` of `dtype` (that of the argument
+        named `of`) or of its bits; with scales, of float8_e4m3fn or its bits.
       k_scale, v_scale: float32 `[pages, K, page_size]`, or None.
 
     Returns:
@@ -128,13 +133,14 @@ def check_pages(
     is_fp8 = k_scale is not None or v_scale is not None
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         _check_page_dtype(name, x.dtype, dtype, of, is_fp8)
-    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
         raise ValueError(
-            f"k_pages and v_pages must have one shape and dtype, got {k_pages.shape} of {k_pages.dtype} "
-            f"and {v_pages.shape} of {v_pages.dtype}"
+            f"k_pages and v_pages must have one shape, but for the head size, and one dtype, got {k_pages.shape} of "
+            f"{k_pages.dtype} and {v_pages.shape} of {v_pages.dtype}"
         )
-    if 0 in k_pages.shape[1:]:
-        raise ValueError(f"k_pages must have a page size, heads and a head size over 0, got {k_pages.shape}")
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name} must have a page size, heads and a head size over 0, got {x.shape}")
     if not is_fp8:
         return k_pages, v_pages, None, None
     scales = (_check_scale(name, x, k_pages.shape) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))

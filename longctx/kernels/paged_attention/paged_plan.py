@@ -130,7 +130,8 @@ def plan_paged_attention(
 
     Args:
       num_heads: query heads N.
-      k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read.
+      k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read. Values of another size have the
+        same plan, but name an implementation that takes them.
       page_table, page_index, kv_lengths, q_positions, q_sequence, window: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
@@ -204,10 +205,13 @@ def make_plan(operands: PagedOperands, implementation: str, before: int | None, 
     return PagedPlan(implementation, before, has_q_first, shapes_of(operands), is_fp8, empty, data)
 
 
-def choose_implementation(names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, has_soft_cap: bool = False) -> str:
-    """`selection.choose` for queries of a dtype and pages: an array, or its type."""
+def choose_implementation(
+    names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, value_size: int | None = None, has_soft_cap: bool = False
+) -> str:
+    """`selection.choose` for queries of a dtype and pages: an array, or its type; `value_size` None is that of keys."""
     case = selection.Case.of_pages(q_dtype, k_pages)
-    return selection.choose(names, case._replace(has_soft_cap=has_soft_cap))
+    value_size = case.value_size if value_size is None else value_size
+    return selection.choose(names, case._replace(value_size=value_size, has_soft_cap=has_soft_cap))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from longctx.kernels.paged_attention.operands import PagedOperands, gather_slots
 
 
 def reference_paged_attention(operands: PagedOperands, rule: AttentionRule, plan: None = None) -> tuple[Array, Array]:
-    """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, from scores of every row with every sequence."""
+    """(out `[T, N, Hv]`, lse `[T, N]`), float32 or wider, from scores of every row with every sequence."""
     q, table, kv_heads, dtype = operands.q, operands.page_table, operands.k_pages.shape[2], wide_dtype(operands.q.dtype)
     positions, written = slots(operands)
     sequences = jnp.arange(table.shape[0], dtype=jnp.int32)
@@ -35,4 +35,4 @@ def reference_paged_attention(operands: PagedOperands, rule: AttentionRule, plan
     total = jnp.where(empty, 1, jnp.sum(weights, (3, 4, 5), keepdims=True))
     out = jnp.einsum("tkgbmp,bmpkh->tkgh", weights / total, v, precision="highest")
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+    return out.reshape(operands.out_shape), lse.reshape(q.shape[:2])

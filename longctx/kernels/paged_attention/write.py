@@ -14,9 +14,9 @@ from longctx.kernels.partitioning import match_varying
 
 def write_pages(
     k_pages: Shaped[ArrayLike, "pages page_size K H"],
-    v_pages: Shaped[ArrayLike, "pages page_size K H"],
+    v_pages: Shaped[ArrayLike, "pages page_size K Hv"],
     k: Float[ArrayLike, "T K H"],
-    v: Float[ArrayLike, "T K H"],
+    v: Float[ArrayLike, "T K Hv"],
     page: Int[ArrayLike, "T"] | Nested,
     offset: Int[ArrayLike, "T"] | Nested,
     k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
@@ -29,9 +29,9 @@ def write_pages(
     infinity becomes NaN.
 
     Args:
-      k_pages, v_pages: `[pages, page_size, K, H]` in the dtype of k, or uint16: the bits of a 16-bit k.dtype. With
-        scales float8_e4m3fn, or uint8: its bits.
-      k, v: `[T, K, H]`, floating point.
+      k_pages, v_pages: `[pages, page_size, K, H]` and `[pages, page_size, K, Hv]` in the dtype of k, or uint16: the
+        bits of a 16-bit k.dtype. With scales float8_e4m3fn, or uint8: its bits.
+      k, v: `[T, K, H]` and `[T, K, Hv]`, floating point.
       page: `[T]` integers. A row whose page is outside 0..pages-1 (padding, or another rank's) is dropped.
       offset: `[T]` integers, the slot within the page. A row whose offset is outside 0..page_size-1 is dropped. If two
         rows name one slot, either may win.
@@ -61,9 +61,9 @@ def write_pages(
     k, v = check_array("k", k), check_array("v", v)
     given = check_array("k_pages", k_pages).dtype
     k_pages, v_pages, *scales = check_pages(k_pages, v_pages, k_scale, v_scale, k.dtype, "k")
-    for name, x in (("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[1:] != k_pages.shape[2:] or x.shape != k.shape:
-            raise ValueError(f"{name} must have the shape [T, K, H] of k and of pages {k_pages.shape}, got {x.shape}")
+    for name, x, pool in (("k", k, k_pages), ("v", v, v_pages)):
+        if x.ndim != 3 or x.shape[1:] != pool.shape[2:] or x.shape[0] != k.shape[0]:
+            raise ValueError(f"{name} must have the shape [T, K, H], T of k, of pages {pool.shape}, got {x.shape}")
         if x.dtype != k.dtype:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     page, offset = (

@@ -41,15 +41,15 @@ def plan_xla(operands: PagedOperands, before: int | None = None) -> list[Tiles]:
 
 
 def xla_paged_attention(operands: PagedOperands, rule: AttentionRule, plan: list[Tiles]) -> tuple[Array, Array]:
-    """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, for at least one row and one page table entry."""
+    """(out `[T, N, Hv]`, lse `[T, N]`), float32 or wider, for at least one row and one page table entry."""
     q, kv_heads = operands.q, operands.k_pages.shape[2]
     dtype = wide_dtype(q.dtype)
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
-    out = jnp.zeros_like(grouped, dtype)
+    out = jnp.zeros_like(grouped, dtype, shape=(*grouped.shape[:3], operands.v_pages.shape[3]))
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
     for size, tiles in zip(tile_sizes(q.shape[0], grouped.shape[2]), plan, strict=True):
         state = _compute_tiles(operands, grouped, size, tiles, rule, state)
-    return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
+    return state[0].reshape(operands.out_shape), state[1].reshape(q.shape[:2])
 
 
 def tile_sizes(num_rows: int, group: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def pages_per_block(page_size: int, rows: int) -> int:
 def _compute_tiles(
     operands: PagedOperands, q: Array, size: int, tiles: Tiles, rule: AttentionRule, state: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
+    """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, Hv]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     operand, first_seen = operand_dtype(q.dtype), operands.first_seen(rule.window[0])
@@ -85,8 +85,8 @@ def _compute_tiles(
         positions = lax.dynamic_slice(operands.q_positions, (start,), (size,))
         last_seen = jnp.minimum(positions, operands.kv_lengths[sequence] - 1)
         at = (start, head, _ZERO, _ZERO)
-        shape = (size, heads, group, head_size)
-        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(operand)
+        shape = (size, heads, group, state[0].shape[3])
+        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, (*shape[:3], head_size))).astype(operand)
 
         def block(number: Array, softmax: OnlineSoftmax, num_pages: int, masked: bool) -> OnlineSoftmax:
             entry = number * num_pages + jnp.arange(num_pages, dtype=jnp.int32)
@@ -121,7 +121,7 @@ def _compute_tiles(
             # Blocks before those that need no mask come first, then those after them.
             num_before = jnp.where(has_full, first_full * (per_block // per_masked) - first_block, 0)
             first_masked = jnp.where(has_full, first_masked - num_before, first_block)
-        zeros = jnp.zeros_like(q_rows, state[0].dtype)
+        zeros = jnp.zeros_like(q_rows, state[0].dtype, shape=(q_rows.shape[0], heads * shape[3]))
         softmax = OnlineSoftmax.of_state(zeros, jnp.full_like(zeros[:, 0], -jnp.inf))
         softmax = lax.fori_loop(first_full, num_full, lambda n, x: block(n, x, per_block, False), softmax)
 

@@ -32,9 +32,9 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Slots `[pages * page_size, K, H]` of keys and of values, the page table `[B, M]`, and the first page `[1]`.
+    """Slots of keys `[pages * page_size, K, H]` and of values (Hv), the page table `[B, M]`, and the first page `[1]`.
 
-    FP8 slots are uint16 `[pages * page_size, K, H / 2]`, pairs of values, and have scales `[pages, K, page_size]`.
+    FP8 slots are uint16 `[pages * page_size, K, H / 2]`, pairs of numbers, and have scales `[pages, K, page_size]`.
     """
 
     k: Any
@@ -70,7 +70,8 @@ class _Static(NamedTuple):
     scores: ScoreConfig
     page_size: int
     group: int  # heads that share a KV head
-    columns: tuple[Columns, ...]
+    columns: tuple[Columns, ...]  # of keys
+    value_columns: tuple[Columns, ...]
 
 
 @kernel_jit("config", "scores", "page_size")
@@ -83,17 +84,18 @@ def paged_attention(
       q: `[T, N, H]`.
 
     Returns:
-      out float32 `[pieces, block_q, H]` and lse float32 `[pieces, block_q]`, natural log. Pieces that are not computed
+      out float32 `[pieces, block_q, Hv]` and lse float32 `[pieces, block_q]`, natural log. Pieces that are not computed
       hold any values.
     """
-    (_, heads, head_size), kv_heads = q.shape, pages.k.shape[1]
+    (_, heads, head_size), kv_heads, is_fp8 = q.shape, pages.k.shape[1], pages.k_scale is not None
+    value_size = pages.v.shape[2] * (2 if is_fp8 else 1)
     num_pieces = kv_heads * work.tiles.shape[0] + work.workers.shape[0]
-    columns = columns_of(head_size, pages.k_scale is not None)
-    static = _Static(config, scores, page_size, heads // kv_heads, columns)
+    columns = (columns_of(size, is_fp8) for size in (head_size, value_size))
+    static = _Static(config, scores, page_size, heads // kv_heads, *columns)
     operands, structure = jax.tree.flatten((q, pages, rows, work.tiles, work.items, work.workers))
     kernel = adapter.kernel(
         functools.partial(_kernel, static, structure),
-        [((num_pieces, config.block_q, head_size), jnp.float32), ((num_pieces, config.block_q), jnp.float32)],
+        [((num_pieces, config.block_q, value_size), jnp.float32), ((num_pieces, config.block_q), jnp.float32)],
         like=q,
         grid=(work.workers.shape[0],),
         config=config,
@@ -140,15 +142,15 @@ def _compute(static: _Static, q: Any, pages: Pages, rows: Rows, tile: Tile, out:
             if len(seen) > 1:
                 visible &= slot[None, :] >= seen[1]
             scores = jnp.where(visible, scores, -jnp.inf)
-        return softmax.absorb(scores, block.load(pages.v, pages.v_scale, static.columns, q.dtype), static.scores)
+        return softmax.absorb(scores, block.load(pages.v, pages.v_scale, static.value_columns, q.dtype), static.scores)
 
-    softmax = OnlineSoftmax.empty(config.block_q, [columns.piece for columns in static.columns])
+    softmax = OnlineSoftmax.empty(config.block_q, [columns.piece for columns in static.value_columns])
     softmax = lax.fori_loop(0, tile.num_full, functools.partial(step, masked=False), softmax)
     softmax = lax.fori_loop(tile.num_full, tile.num_blocks, functools.partial(step, masked=True), softmax)
     outs, of_rows = softmax.state(static.scores)
     # An item without blocks has no piece.
     exists = jnp.broadcast_to(tile.num_blocks > 0, number.shape)
-    for columns, values in zip(static.columns, outs, strict=True):
+    for columns, values in zip(static.value_columns, outs, strict=True):
         _store_columns(out, tile.piece, number[:, None], columns, values, exists[:, None])
     adapter.store(lse, tile.piece, pl.ds(0, config.block_q), value=of_rows, mask=exists)
 

@@ -59,7 +59,7 @@ def _describe(index: int, rows: List[Any], tables: List[TableRun], exchange: Exc
     computed = "; ".join(
         f"slot {slot}: {count} from {start} on ranks {list(ranks)}" for slot, start, count, _, _, ranks in rows
     )
-    runs = [(run.slot, run.first, *run.pages) for run in tables]
+    runs = [(run.slot, run.first, *run.pages, *run.windows) for run in tables]
     by = "" if exchange is None else f"; {exchange.name}"
     return f"  step {index} computes {computed or 'nothing'}; tables {runs}{by}"
 
@@ -80,9 +80,12 @@ def plan_bytes(batch: Batch) -> bytes:
         numbers += starts
         numbers += counts
         flags = bytes(samples) + bytes(sharded)
-    for slot, first, pages in batch.tables:
+    for slot, first, pages, windows in batch.tables:
         numbers += slot, first, len(pages)
         numbers += pages
+        if windows:
+            numbers += -1, len(windows)  # no slot has this number
+            numbers += windows
     if batch.exchange is not None:
         flags += bytes([_EXCHANGES.index(batch.exchange.name)])
     return _pack(numbers) + flags  # a byte each, at the end

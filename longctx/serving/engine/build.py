@@ -11,6 +11,7 @@ from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
+from longctx.serving.kv_cache.window_pages import WindowPages, window_span
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.measured import RuntimePredictor
@@ -59,9 +60,13 @@ def build_core(
         math.inf if slo.step_seconds is None else slo.step_seconds,
         _exchange_rule(model, config, plan, chunking.tokens, predictor, topology, element_bytes),
     )
+    count = config.count_window_pages(model.sliding_window, plan, num_pages, max_length)
+    windows = None
+    if model.sliding_window is not None:
+        windows = WindowPages(count, num_pages, plan.context, window_span(model.sliding_window, config.page_size))
     scheduler = Scheduler(
         chunker,
-        PagePool(num_pages, plan.context),
+        PagePool(num_pages, plan.context, windows=windows),
         config.page_size,
         config.max_running,
         config.admission,
@@ -98,7 +103,7 @@ def _exchange_rule(
     if link is None:
         costs = None
         if topology is not None:
-            sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
+            sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context, "ffn": plan.ffn}
             most, kv_dtype = config.token_budget, config.kv_dtype
             found = roofline(model, topology, most, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
             costs, link = found, found.exchange

@@ -326,7 +326,7 @@ class Core:
 
     def stats(self) -> EngineStats:
         """Return the counts since the core was made, and what it holds now."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, windows = self.scheduler, self.pool, self.pool.windows
         return EngineStats(
             steps=scheduler.num_steps,
             **self.counts,
@@ -337,6 +337,8 @@ class Core:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             idle_stage_steps=self.in_flight.num_idle,
+            window_pages_held=0 if windows is None else windows.num_held,
+            window_pages_cached=0 if windows is None else windows.num_idle,
         )
 
     def load(self, stats: EngineStats, now: float) -> Load:

@@ -391,7 +391,8 @@ class Engine:
         self._lock.apply()
         stats = self.core.stats()
         if self._lock.error is not None:
-            stats = dataclasses.replace(stats, running=0, waiting=0, pages_held=0, pages_cached=0)
+            names = "running", "waiting", "pages_held", "pages_cached", "window_pages_held", "window_pages_cached"
+            stats = dataclasses.replace(stats, **dict.fromkeys(names, 0))
         return stats
 
     def _start(self, requests: List[ActiveRequest]) -> None:

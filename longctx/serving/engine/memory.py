@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,11 +11,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from longctx.models import Llama
-from longctx.models.footprint import cache_bytes
+from longctx.models.footprint import layer_cache_bytes
+from longctx.models.params import Ffn
 from longctx.models.sharded_params import abstract_sharded_params
+from longctx.parallel.topology import AXES
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.executor import read_bytes
 from longctx.serving.executor.page_mover import PLACED_BYTES
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_transfer import MAX_BUCKET_BYTES
@@ -30,6 +34,7 @@ def estimate(
     num_pages: int,
     max_length: int,
     is_loaded: bool = False,
+    plan: ParallelPlan | None = None,
 ) -> MemoryUse:
     """Estimate what an engine takes of memory: its pages exactly, its steps roughly.
 
@@ -40,46 +45,75 @@ def estimate(
       num_pages: of each context rank.
       max_length: tokens of the longest sequence.
       is_loaded: whether the parameters are loaded already.
+      plan: of the mesh; None: pages grow from rank to rank.
     """
-    weights, page = param_bytes(model, mesh, dtype), page_bytes(model, config, mesh, dtype)
-    slots, temporaries = _slot_bytes(model, config, mesh, dtype, max_length), _temporary_bytes(model, config, mesh)
+    plan = plan or ParallelPlan(**{axis: mesh.shape[axis] for axis in AXES})
+    weights, sizes = param_bytes(model, mesh, dtype, plan.ffn), page_bytes(model, config, mesh, dtype)
+    slots = _slot_bytes(model, config, mesh, dtype, max_length)
+    temporaries = _temporary_bytes(model, config, mesh, plan.ffn)
     memory = DeviceMemory.of(mesh.local_devices)
     if memory is None:
         limit, count = available_bytes() or _UNKNOWN, len(mesh.local_devices)
         is_copied = np.dtype(dtype).itemsize <= 4 and model.config.quantization is None
         weights *= count * ((2 if is_copied else 1) - is_loaded)
-        slots, temporaries, page = (x * count for x in (slots, temporaries, page))
+        slots, temporaries, page, window_page = (x * count for x in (slots, temporaries, *sizes))
         host = DeviceMemory(limit, 0, limit, limit)
-        return MemoryUse(host, weights, slots, num_pages * page, page, config.page_size, temporaries)
+        use = MemoryUse(host, weights, slots, 0, page, config.page_size, temporaries)
+        return _with_windows(use, model, config, mesh, window_page, max_length, plan).with_pages(num_pages)
     if not is_loaded:
         memory = memory._replace(used=memory.used + weights)
-    return MemoryUse(
+    use = MemoryUse(
         memory,
         weights,
         slots,
-        num_pages * page,
-        page,
+        0,
+        sizes.page,
         config.page_size,
         temporaries,
         outputs=steps_in_flight(config) * config.token_budget * model.config.hidden_size * np.dtype(dtype).itemsize,
         autotuning=_autotuning_bytes(model, config, mesh, dtype),
-        transfers=_transfer_bytes(config, mesh, page),
+        transfers=_transfer_bytes(config, mesh, sum(sizes)),
     )
+    return _with_windows(use, model, config, mesh, sizes.window, max_length, plan).with_pages(num_pages)
 
 
-def default_pages(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
+def _with_windows(
+    use: MemoryUse,
+    model: Llama,
+    config: EngineConfig,
+    mesh: Mesh,
+    window_page: int,
+    max_length: int,
+    plan: ParallelPlan | None,
+) -> MemoryUse:
+    """Return a memory use with the window pages of a model that has some."""
+    sizes: Any = {axis: mesh.shape[axis] for axis in AXES}
+    window, plan = model.config.sliding_window, plan or ParallelPlan(**sizes)
+    most = config.count_window_pages(window, plan, _UNKNOWN, max_length)
+    return use._replace(window_page=window_page, most_windows=most)
+
+
+def default_pages(
+    model: Llama,
+    config: EngineConfig,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    max_length: int,
+    plan: ParallelPlan | None = None,
+) -> int:
     """Pages on each context rank: as many as all that may run could ever need, if there is room by estimation.
 
     There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else,
     of which parameters are still to be loaded.
     """
     if DeviceMemory.of(mesh.local_devices) is None:
-        page = page_bytes(model, config, mesh, dtype)
-        fit = (1 << 30) // page
+        sizes, nothing = page_bytes(model, config, mesh, dtype), DeviceMemory(0, 0, 0, 0)
+        use = MemoryUse(nothing, 0, 0, 0, sizes.page, config.page_size)
+        fit = _with_windows(use, model, config, mesh, sizes.window, max_length, plan).pages_within(1 << 30)
         if not fit:
-            raise ValueError(f"num_pages: there is no room for a page of {page:,} bytes in 1 GiB")
+            raise ValueError(f"num_pages: there is no room for a page of {sum(sizes):,} bytes in 1 GiB")
     else:
-        use = estimate(model, config, mesh, dtype, 0, max_length)
+        use = estimate(model, config, mesh, dtype, 0, max_length, plan=plan)
         fit = use.num_fitting
         if not fit:
             use.check(needed=use.page)
@@ -116,37 +150,46 @@ def _transfer_bytes(config: EngineConfig, mesh: Mesh, page: int) -> int:
     return read_bytes(config, mesh.shape["context"], page) + PLACED_BYTES + 2 * MAX_BUCKET_BYTES
 
 
-def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh) -> int:
+def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh, ffn: Ffn) -> int:
     """Bytes of a step's temporaries, roughly: activations of a layer, or all logits as they are sorted."""
     local, tensor = model.config, mesh.shape["tensor"]
     wide = 3 * local.intermediate_size // tensor + 3 * local.num_heads * local.head_dim // tensor
-    activations = 4 * config.token_budget * (4 * local.hidden_size + wide)
+    gathered = 2 * mesh.shape["context"] if ffn == "all" else 0  # the feed-forward's inputs and products, of all ranks
+    activations = 4 * config.token_budget * ((4 + gathered) * local.hidden_size + wide)
     return max(activations, 32 * config.max_running * local.vocab_size)
 
 
 def _slot_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
     """Bytes that a step keeps for sequences beside their pages, and of the rows that go from stage to stage."""
     stages, ranks = mesh.shape["stage"], mesh.shape["context"]
-    tables = 8 if ranks > 1 else 4  # for each entry
+    tables = (8 if ranks > 1 else 4) + (0 if model.config.sliding_window is None else 4)  # for each entry
     slot = 4 * model.config.vocab_size + 8 * MAX_LOGIT_BIAS + tables * -(-max_length // config.page_size)
     rows = 3 * config.token_budget if ranks > 1 else config.token_budget
     row = model.config.hidden_size * np.dtype(dtype).itemsize
     return config.max_running * slot + (rows * row if stages > 1 else 0)
 
 
-def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike, ffn: Ffn = "tensor") -> int:
     """Bytes of the parameters that each device has."""
-    params = abstract_sharded_params(model.config, mesh, dtype)
+    params = abstract_sharded_params(model.config, mesh, dtype, ffn=ffn)
     if model.config.tie_embeddings and mesh.shape["stage"] * mesh.shape["tensor"] == 1:
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
     leaves = jax.tree.leaves(params)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
+class PageBytes(NamedTuple):
+    """Bytes on each device of a page, of the layers without a window, and of a window page, of those with one."""
+
+    page: int
+    window: int
+
+
+def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> PageBytes:
     """Bytes of the keys and values of a page on each device; `dtype`: of the parameters."""
     sizes, itemsize = mesh.shape, np.dtype(dtype).itemsize
-    return cache_bytes(model.config, config.page_size, sizes["stage"], sizes["tensor"], itemsize, config.kv_dtype)
+    token = layer_cache_bytes(model.config, sizes["stage"], sizes["tensor"], itemsize, config.kv_dtype)
+    return PageBytes(*(config.page_size * count for count in token))
 
 
 def available_bytes() -> int | None:

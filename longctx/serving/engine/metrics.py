@@ -128,6 +128,8 @@ class EngineStats:
       pages_cached: pages that no sequence holds, and that can be found.
       running, waiting: sequences.
       idle_stage_steps: stages of the pipeline that had nothing to do in a step, summed over steps.
+      window_pages_held, window_pages_cached: pages of layers with a sliding window that sequences hold, and that none
+        holds and that can be found; 0 without such layers.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
@@ -156,6 +158,8 @@ class EngineStats:
     running: int
     waiting: int
     idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
+    window_pages_held: int = 0
+    window_pages_cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class EngineSetup(NamedTuple):
             return None
 
         def measure() -> MemoryUse:
-            return estimate(self.model, self.config, mesh, dtype, 0, self.max_length, is_loaded=True)
+            return estimate(self.model, self.config, mesh, dtype, 0, self.max_length, True, self.plan)
 
         return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
@@ -174,8 +174,8 @@ def resolve(
     if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
         # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
         dtype = params["embed"].dtype
-        estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True).check()
-        num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length)
+        estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, True, plan).check()
+        num_pages = config.num_pages or default_pages(model, config, mesh, dtype, max_length, plan)
     topology = resolve_topology(topology, plan, mesh)
     is_profiled = predictor is not None
     element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
@@ -188,6 +188,7 @@ def resolve(
             element_bytes=element_bytes,
             kv_dtype=config.kv_dtype,
             buckets=config.row_buckets if plan.context == 1 else (),
+            ffn=plan.ffn,
             **sizes,
         )
     check_predictor(predictor, config.token_budget)

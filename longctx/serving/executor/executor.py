@@ -35,8 +35,10 @@ BLOCK = 1024  # entries that `set_entries` sends at a time
 class PageTables:
     """Pages of each slot on each rank, and where the next ones are written."""
 
-    def __init__(self, runner: ModelRunner, num_ranks: int, num_slots: int, num_pages: int) -> None:
-        self._runner, self._num_pages = runner, num_pages
+    def __init__(
+        self, runner: ModelRunner, num_ranks: int, num_slots: int, num_pages: int, num_window_pages: int
+    ) -> None:
+        self._runner, self._num_pages, self._num_window_pages = runner, num_pages, num_window_pages
         self._held = np.zeros((num_ranks, num_slots), np.int32)
 
     def clear(self, slot: int) -> None:
@@ -48,11 +50,12 @@ class PageTables:
     def write(self, tables: list[TableRun], room: int) -> list[list[TableEntry]]:
         """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it."""
         entries: list[list[TableEntry]] = [[] for _ in self._held]
-        for slot, first, pages in tables:
+        for slot, first, pages, windows in tables:
             runs: list[list[TableEntry]] = [[] for _ in entries]
             for number, page in enumerate(pages, first):
                 rank, local = divmod(page, self._num_pages)
-                runs[rank].append(TableEntry(slot, int(self._held[rank, slot]), local, number))
+                window = max(0, windows[number - first] - rank * self._num_window_pages) if windows else 0
+                runs[rank].append(TableEntry(slot, int(self._held[rank, slot]), local, number, window))
                 self._held[rank, slot] += 1
             if all(len(x) + len(run) <= room for x, run in zip(entries, runs, strict=True)):
                 for x, run in zip(entries, runs, strict=True):
@@ -63,7 +66,7 @@ class PageTables:
 
     def _send_ahead(self, slot: int, runs: list[list[TableEntry]]) -> None:
         for start in range(0, max(map(len, runs)), BLOCK):
-            pages, numbers = np.full((2, len(runs), BLOCK), -1, np.int32)
+            pages, numbers, windows = np.full((3, len(runs), BLOCK), -1, np.int32)
             firsts = np.zeros(len(runs), np.int32)
             for rank, run in enumerate(runs):
                 part = run[start : start + BLOCK]
@@ -71,7 +74,11 @@ class PageTables:
                     firsts[rank] = part[0].entry
                     pages[rank, : len(part)] = [x.page for x in part]
                     numbers[rank, : len(part)] = [x.number for x in part]
-            self._runner.set_entries(slot, firsts, pages, numbers)
+                    windows[rank, : len(part)] = [x.window for x in part]
+            self._set_entries(slot, firsts, pages, numbers, windows)
+
+    def _set_entries(self, slot: int, firsts: np.ndarray, *columns: np.ndarray) -> None:
+        self._runner.set_entries(slot, firsts, *columns[: 3 if self._num_window_pages else 2])
 
     def warm_up(self) -> None:
         """Run what writes ahead of a step once, to no effect on pages."""
@@ -79,7 +86,7 @@ class PageTables:
         block = np.full((ranks, BLOCK), -1, np.int32)
         if ranks > 1:
             self._runner.clear_slot(0)
-        self._runner.set_entries(0, np.zeros(ranks, np.int32), block, block)
+        self._set_entries(0, np.zeros(ranks, np.int32), block, block, block)
 
 
 Place = tuple[int, int, int]
@@ -196,7 +203,7 @@ class DeviceExecutor:
         self.fit: PageFit | None = None
         self.mover: PageMover | None = None
         self.sources: dict[str, PageSource] = {}
-        self._tables = PageTables(self.runner, plan.context, slots, num_pages)
+        self._tables = PageTables(self.runner, plan.context, slots, num_pages, self.shapes.num_window_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
         self._levels = np.zeros(slots, np.int32)  # a `SamplingLevel` each
         self._biased = np.zeros(slots, bool)  # whether the devices have biases for the slot
@@ -219,7 +226,7 @@ class DeviceExecutor:
         head_dim, entries = model.config.head_dim, -(-max_length // config.page_size)
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         sizes = config.page_size, config.max_running, entries, config.step_rows(plan).largest
-        runner = ModelRunner(model, params, mesh, None, *sizes, config.kv_dtype)
+        runner = ModelRunner(model, params, mesh, None, *sizes, config.kv_dtype, plan.ffn)
 
         def compile_largest(num_pages: int) -> list[Any]:
             shapes = StepShapes(model.config, config, plan, num_pages, entries, element_bytes)
@@ -228,7 +235,8 @@ class DeviceExecutor:
         if fit is not None:
             num_pages = fit.choose(num_pages, compile_largest)
         assert num_pages is not None
-        runner.allocate(num_pages)
+        windows = StepShapes(model.config, config, plan, num_pages, entries, element_bytes).num_window_pages
+        runner.allocate(num_pages, windows)
         executor = cls(model.config, config, plan, num_pages, max_length, runner, element_bytes)
         executor.fit = fit
         executor.move_pages(store)
@@ -335,8 +343,12 @@ class DeviceExecutor:
         pages = max((pending.pages for pending in exchanging), default=0)
         return self.shapes.of_step((sharded, replicated, local), exchange, pages)
 
+    def _row_layout(self, batch: Batch) -> RowLayout:
+        sizes = self._plan.context, self.num_pages, self._config.page_size, self.shapes.num_window_pages
+        return RowLayout(batch, *sizes)
+
     def _lay_out(self, batch: Batch) -> Pending:
-        layout = RowLayout(batch, self._plan.context, self.num_pages, self._config.page_size)
+        layout = self._row_layout(batch)
         pending = Pending(layout)
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
@@ -355,7 +367,7 @@ class DeviceExecutor:
         return int(total.max())
 
     def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:
-        nothing = RowLayout(Batch(0), self._plan.context, self.num_pages, self._config.page_size)
+        nothing = self._row_layout(Batch(0))
         for shape in self.shapes:
             rows = np.stack([nothing.pack_rows(shape)] * self._plan.stage)
             yield rows, nothing.pack_samples(shape, self._controls, self._levels), shape

@@ -47,12 +47,16 @@ class Sampled(NamedTuple):
 
 
 class TableEntry(NamedTuple):
-    """An entry of a rank's page table: the page, and its number in its sequence."""
+    """An entry of a rank's page table: the page, its number in its sequence, and its window page.
+
+    Rows see no window page in an entry whose sequence holds none, so that any may be there.
+    """
 
     slot: int
     entry: int
     page: int
     number: int
+    window: int = 0
 
 
 class RowLayout:
@@ -61,11 +65,12 @@ class RowLayout:
     Attributes:
       counts: rows of each kind on the rank that has most.
       sampled: in the order of `Batch.sampled`.
-      entries: new entries of each rank's page tables: (slot, entry, page, number).
+      entries: new entries of each rank's page tables.
     """
 
-    def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int) -> None:
+    def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int, num_window_pages: int = 0) -> None:
         self.batch, self.num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
+        self._windows = _windows_of(batch, page_size) if num_window_pages else {}
         self._rows = [[_Rows() for _ in range(num_ranks)] for _ in range(3)]
         self._sharded_pages: list[list[int]] = []  # of all ranks, for each row that is sharded, rank after rank
         self._places: dict[int, tuple[int, int, int]] = {}  # of chunks' last rows, by slot: rank, kind, row
@@ -190,10 +195,23 @@ class RowLayout:
             plan.groups[:] = plan.slots[:, shape.sharded : firsts[LOCAL]].reshape(1, -1)
         for rank, entries in enumerate(self.entries):
             if entries:
-                columns = zip(*entries, strict=True)
-                for part, column in zip(plan[-4:], columns, strict=True):
-                    part[rank, : len(entries)] = column
+                own = slice(len(entries))
+                slots, numbers, pages, indices, windows = zip(*entries, strict=True)
+                plan.table_slots[rank, own], plan.table_entries[rank, own] = slots, numbers
+                plan.table_pages[rank, own], plan.table_page_index[rank, own] = pages, indices
+                if shape.num_window_pages:
+                    plan.table_window_pages[rank, own] = windows
+        if shape.num_window_pages:
+            self._pack_windows(plan, shape)
         return packed
+
+    def _pack_windows(self, plan: RowInputs, shape: Shape) -> None:
+        """Fill in the window page of each page that a row is written to."""
+        is_written = plan.pages >= 0
+        ranks = np.broadcast_to(np.arange(shape.ranks)[:, None], is_written.shape)[is_written]
+        pages = (plan.pages[is_written] + ranks * self._num_pages).tolist()
+        windows = np.fromiter(map(self._windows.__getitem__, pages), np.int32, len(pages))
+        plan.window_pages[is_written] = windows - ranks * shape.num_window_pages
 
     def _pack_sharded(self, plan: RowInputs, shape: Shape) -> None:
         positions, slots = (x[:, : shape.sharded].reshape(-1) for x in (plan.positions, plan.slots))
@@ -239,3 +257,12 @@ class RowLayout:
     @staticmethod
     def _firsts(shape: Shape) -> tuple[int, int, int]:
         return 0, shape.sharded, shape.sharded + shape.replicated
+
+
+def _windows_of(batch: Batch, page_size: int) -> dict[int, int]:
+    """The window page of each page that a batch writes to."""
+    windows = dict[int, int]()
+    for sequence, _, start, count, *_ in batch.chunks:
+        own = slice(start // page_size, (start + count - 1) // page_size + 1)
+        windows.update(zip(sequence.pages[own], sequence.window_pages[own], strict=True))
+    return windows

@@ -53,7 +53,11 @@ MOST_BYTES = 1 << 30
 
 
 class StepShapes:
-    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take."""
+    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take.
+
+    Attributes:
+      num_window_pages: of each rank; 0: no layer has a window.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,8 @@ class StepShapes:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
+        longest = entries * config.page_size
+        self.num_window_pages = config.count_window_pages(model.sliding_window, plan, num_pages, longest)
         self._num_top = min(config.max_logprobs, model.vocab_size)
         self._buckets = config.step_rows(plan)
         shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
@@ -137,4 +143,5 @@ class StepShapes:
 
     def _shape(self, rows: Rows, exchange: str = "pass_q", message: Message = NOTHING_CACHED) -> Shape:
         sizes = (self._config.max_running, self._config.page_size, self._num_pages, self._num_top, self._plan.context)
-        return Shape.of(rows, *sizes, exchange, *message)
+        windows = self.num_window_pages
+        return Shape.of(rows, *sizes, exchange, *message, ffn=self._plan.ffn, num_window_pages=windows)

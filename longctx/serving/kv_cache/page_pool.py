@@ -9,10 +9,12 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from longctx.serving.kv_cache.window_pages import NO_PAGE, WindowPages
 
 Key = bytes
 
@@ -48,12 +50,19 @@ class PagePool:
       promised: pages promised of whichever rank.
       num_alone: pages that have one holder.
       listener: is told of what can be found, if there is one.
+      windows: the window pages of its pages; None: the model has no layer with a window.
 
     Args:
       on_evict: is called with a page and its key before it is overwritten, as memory is needed.
     """
 
-    def __init__(self, per_rank: int, num_ranks: int = 1, on_evict: Callable[[int, Key], object] | None = None) -> None:
+    def __init__(
+        self,
+        per_rank: int,
+        num_ranks: int = 1,
+        on_evict: Callable[[int, Key], object] | None = None,
+        windows: WindowPages | None = None,
+    ) -> None:
         if per_rank < 1:
             raise ValueError(f"num_pages must be at least 1, got {per_rank}")
         self.per_rank, self.num_ranks, self.num_pages = per_rank, num_ranks, per_rank * num_ranks
@@ -62,7 +71,7 @@ class PagePool:
         self.num_evicted = 0
         self.num_returned = 0  # how often pages became available
         self.listener: PageListener | None = None
-        self.on_evict = on_evict
+        self.on_evict, self.windows = on_evict, windows
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
         self._holders = [0] * self.num_pages  # the sum of the numbers of a page's holders: with one left, its number
@@ -75,6 +84,7 @@ class PagePool:
         """For looking ahead, without going through every page."""
         memo[id(self)] = twin = copy.copy(self)
         twin.listener = twin.on_evict = None
+        twin.windows = copy.deepcopy(self.windows, memo)
         for name in ("reserved", "_references", "_holders", "_key_of", "_page_of"):
             setattr(twin, name, getattr(self, name).copy())
         twin._alone = {holder: pages.copy() for holder, pages in self._alone.items()}
@@ -165,6 +175,25 @@ class PagePool:
     def find(self, key: Key) -> int | None:
         return self._page_of.get(key)
 
+    def leading(self, keys: Iterable[Key]) -> list[int]:
+        """Return the pages of the longest prefix of such keys that a sequence can begin after.
+
+        The window pages that its next token sees are there too.
+        """
+        pages = list[int]()
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        if self.windows is not None:
+            del pages[self.windows.count_usable(pages) :]
+        return pages
+
+    def is_found(self, page: int) -> bool:
+        """Whether a page can be found by a key."""
+        return self._key_of[page] is not None
+
     def is_idle(self, page: int) -> bool:
         return page in self._idle[self.rank_of(page)]
 
@@ -210,12 +239,29 @@ class PagePool:
         self.num_alone += change
 
     def register(self, page: int, key: Key) -> bool:
-        """Let a held page be found by a key, unless another page already is; whether it is found by it now."""
+        """Let a held page be found by a key, unless another page already is; whether it is found by it now.
+
+        It takes the place of one that has lost its window page, if it has one itself.
+        """
         assert self._references[page] > 0
-        if key in self._page_of or self._key_of[page] is not None:
+        if self._key_of[page] is not None:
+            return False
+        other = self._page_of.get(key)
+        if other is not None and not self._replace(other, page):
             return False
         self._page_of[key] = page
         self._key_of[page] = key
+        return True
+
+    def _replace(self, other: int, page: int) -> bool:
+        """Let a page be found no more if it has lost its window page and another one with its contents has not."""
+        if self.windows is None or self.windows.find(other) != NO_PAGE or self.windows.find(page) == NO_PAGE:
+            return False
+        self.forget(other)
+        if not self._references[other]:
+            rank = self.rank_of(other)
+            del self._idle[rank][other]
+            self._free[rank].append(other)
         return True
 
     def forget(self, page: int) -> Key:
@@ -223,6 +269,8 @@ class PagePool:
         key, self._key_of[page] = self._key_of[page], None
         assert key is not None
         del self._page_of[key]
+        if self.windows is not None:
+            self.windows.drop(page)
         if self.listener is not None:
             self.listener.removed(key)
         return key

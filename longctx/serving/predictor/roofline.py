@@ -5,13 +5,14 @@ Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention a
 
 import dataclasses
 import math
+from typing import Literal
 
 from longctx.models import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
 from longctx.models.layer_runs import layers_per_stage
 from longctx.parallel.cost import ModelShape, as_float, check_count
 from longctx.parallel.topology import Topology
-from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, SharedWeights
 
 
 def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
@@ -33,6 +34,7 @@ def roofline(
     element_bytes: float = 2,
     kv_dtype: str | None = None,
     buckets: tuple[int, ...] = (),
+    ffn: Literal["tensor", "all"] = "tensor",
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
@@ -44,6 +46,9 @@ def roofline(
     stage: other batches are in the other stages meanwhile, and a token takes `stage` times as long. The head's
     vocabulary is sharded over stage and tensor.
 
+    With `ffn="all"` a device reads a part of the output projection and the feed-forward, 1 / context of it, for the
+    rows of all ranks; replicated rows take a part of those products too. See `SharedWeights` for what rows exchange.
+
     Args:
       topology: what devices and links reach.
       max_rows: rows of the largest batch that is predicted exactly.
@@ -51,6 +56,7 @@ def roofline(
       element_bytes: of a number that is not quantised.
       kv_dtype: of cached keys and values, as of `EngineConfig`; they are exchanged as they are cached.
       buckets: numbers of rows that steps are compiled for, ascending; empty: a step computes no padding.
+      ffn: as of `ParallelPlan`.
 
     Raises:
       ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
@@ -73,10 +79,12 @@ def roofline(
     topology.check(stage=stage, tensor=tensor, context=context)
     device, layers, element = topology.device, layers_per_stage(model.num_layers, stage), element_bytes
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
+    ffn_ranks = context if ffn == "all" else 1
     full, quantized = (layers * count / tensor for count in layer_weights(model))
+    part = tuple(layers * count / tensor for count in layer_weights(model, ffn_ranks))
     head = model.vocab_size * model.hidden_size / (tensor * stage)
-    read = (full * element + quantized) / bandwidth
-    seconds_per_row = 2 * (full / flops + quantized / device.reached_flops(1))
+    read = (part[0] * element + part[1]) / bandwidth
+    seconds_per_row, of_part = (2 * (x / flops + y / device.reached_flops(1)) for x, y in ((full, quantized), part))
     elements = 0.0
     if device.element_share is not None:
         elements = (
@@ -100,7 +108,16 @@ def roofline(
         if kv_dtype is not None:
             key_bytes = kv_row_bytes(model.head_dim, element, kv_dtype) / model.head_dim
             hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)
-        exchange = ExchangeCost(layers, context, shape, hardware)
+        shared = None
+        if ffn_ranks > 1:
+            row_bytes = model.hidden_size * element
+            latency, per_byte = _sum_over_ranks(topology, tensor, context)
+            share = of_part / seconds_per_row
+            # What the curve of rows has of all rows alike, but counts for a share of a replicated one alone.
+            alike = topology.hardware("tensor", element).collective(2 * message, count=0) if tensor > 1 else 0.0
+            per_row = 2 * row_bytes * per_byte + (1 - share) * (alike + elements / layers)
+            shared = SharedWeights(row_bytes, 2 * latency, per_row, share)
+        exchange = ExchangeCost(layers, context, shape, hardware, shared)
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
     # Linear between these knots; the last are where products begin to take longer than reading the weights.
     knee = math.floor(min(read / seconds_per_row, max_rows))
@@ -117,6 +134,22 @@ def roofline(
     )
 
 
+def _sum_over_ranks(topology: Topology, tensor: int, context: int) -> tuple[float, float]:
+    """Seconds, and seconds a byte, by which an all-reduce over `tensor` and `context` exceeds one over `tensor`.
+
+    Over one kind of link it is one ring. Else GPUs of the same place in all hosts reduce a share of the bytes, by a
+    tree, as in `all_reduce_over_hosts` of the simulation.
+    """
+    link, hardware = topology.link("context"), topology.hardware("context")
+    per_byte = hardware.collective(1, count=0)
+    if tensor == 1 or topology.link("tensor") == link:
+        devices = tensor * context
+        sent = 2 * ((devices - 1) / devices - (tensor - 1) / tensor)
+        return (hardware.collective(0) if tensor == 1 else 0.0), sent * per_byte
+    hop = link.latency if link.reduce_latency is None else link.reduce_latency
+    return 2 * math.ceil(math.log2(context)) * hop, 2 * (context - 1) / context / tensor * per_byte
+
+
 def element_bytes_of_row(model: LlamaConfig, tensor: int, dtype_bytes: float = 2) -> float:
     """Bytes that the element-wise operators of a layer read and write for one row, on one of `tensor` devices.
 
@@ -128,12 +161,15 @@ def element_bytes_of_row(model: LlamaConfig, tensor: int, dtype_bytes: float = 2
     return dtype_bytes * (10 * model.hidden_size + (rotary + 3 * model.intermediate_size) / tensor)
 
 
-def layer_weights(model: LlamaConfig) -> tuple[float, float]:
-    """Weights of a layer that are not quantised, and of those that are, on average over the layers."""
+def layer_weights(model: LlamaConfig, ffn_ranks: int = 1) -> tuple[float, float]:
+    """Weights of a layer that are not quantised, and of those that are, on average over the layers.
+
+    Of output projection and feed-forward they are those of one of `ffn_ranks` ranks.
+    """
     attention = model.num_heads * model.head_dim * model.hidden_size
     keys = model.num_kv_heads * model.head_dim * model.hidden_size
-    ffn = model.hidden_size * model.intermediate_size
-    sizes = {"wq": attention, "wo": attention, "wk": keys, "wv": keys, "w_gate": ffn, "w_up": ffn, "w_down": ffn}
+    ffn, out = model.hidden_size * model.intermediate_size / ffn_ranks, attention / ffn_ranks
+    sizes = {"wq": attention, "wo": out, "wk": keys, "wv": keys, "w_gate": ffn, "w_up": ffn, "w_down": ffn}
     names = [] if model.quantization is None else [name for layer in model.quantization.layers for name in layer]
     quantized = sum(sizes[name] for name in names) / model.num_layers
     return sum(sizes.values()) - quantized, quantized

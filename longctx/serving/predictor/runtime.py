@@ -118,6 +118,26 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedWeights:
+    """Cost of rows where context ranks share output projections and feed-forward (`ParallelPlan(ffn="all")`).
+
+    Attributes:
+      row_bytes: of a hidden state.
+      sum_seconds, sum_seconds_per_row: of the sums of replicated rows over ranks, in a layer, beside those over
+        `tensor`.
+      replicated_share: of the seconds that a row of one rank takes for products, what a replicated one takes: each rank
+        multiplies it by a part of the weights alone.
+
+    Source: Helix Parallelism, section 2.
+    """
+
+    row_bytes: float
+    sum_seconds: float
+    sum_seconds_per_row: float
+    replicated_share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ExchangeCost:
     """Cost of what a step's replicated and sharded rows exchange in all layers of a stage.
 
@@ -130,6 +150,7 @@ class ExchangeCost:
       layers: of the largest stage.
       ranks: N.
       model, hardware: of one device.
+      shared: None: each rank has all weights.
 
     Source: context parallelism paper, 3.5 and appendix C; Mnemosyne, 4.4; see `longctx.parallel.cost`.
     """
@@ -138,6 +159,7 @@ class ExchangeCost:
     ranks: int
     model: ModelShape
     hardware: Hardware
+    shared: SharedWeights | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_cost", LayerCost(self.model, self.hardware, self.ranks))
@@ -145,7 +167,7 @@ class ExchangeCost:
     def seconds(self, work: Work, attention: float) -> float:
         """Seconds of a rank's exchanges, in a step in which its attention to prompts' chunks takes `attention`."""
         cost: LayerCost = self._cost  # type: ignore[attr-defined]
-        total = cost.merge(work.replicated) if work.replicated else 0.0
+        total = self._of_weights(cost, work)
         if work.sharded:
             part = attention / self.layers / self.ranks
             match work.exchange:
@@ -158,6 +180,27 @@ class ExchangeCost:
                 case _:
                     total += min(self._pass_kv(cost, work, part), self._pass_q(cost, work, part))
         return self.layers * total
+
+    def concerns(self, work: Work) -> bool:
+        """Whether rows of a step exchange anything."""
+        return bool(work.sharded or work.replicated or self.shared)
+
+    def rows(self, work: Work) -> int:
+        """Rows of one rank whose products take as long as those of a step."""
+        if self.shared is None:
+            return work.rows
+        return work.rows - int(work.replicated * (1 - self.shared.replicated_share))
+
+    def _of_weights(self, cost: LayerCost, work: Work) -> float:
+        """Seconds of what rows exchange for the products after attention."""
+        shared, replicated = self.shared, work.replicated
+        if shared is None:
+            return cost.merge(replicated) if replicated else 0.0
+        own = work.rows - replicated
+        total = cost.share_rows(own, shared.row_bytes) if own else 0.0
+        if replicated:
+            total += cost.merge_to_heads(replicated) + shared.sum_seconds + replicated * shared.sum_seconds_per_row
+        return total
 
     def _pass_kv(self, cost: LayerCost, work: Work, part: float) -> float:
         return cost.ring(cost.hop((work.ring_cached + work.sharded) * cost.key_bytes), part)
@@ -239,10 +282,12 @@ class CurvePredictor:
         if self.overlap:
             decodes -= self.overlap * min(self.per_pair, self.per_key) * decode_keys
             prompts -= self.overlap * sum(self._shorter(start, count) for start, count in work.chunks)
-        total = self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
-        if self.exchange is not None and (work.sharded or work.replicated):
-            total += self.exchange.seconds(work, prompts)
-        return total
+        if self.exchange is not None and self.exchange.concerns(work):
+            moved = self.exchange.seconds(work, prompts)
+            return (
+                self._linear_seconds(self.exchange.rows(work)) + prompts + decodes + self.per_sample * samples + moved
+            )
+        return self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
 
     def _shorter(self, start: int, count: int) -> float:
         """The smaller of a chunk's seconds of products and of reading keys."""
@@ -254,7 +299,7 @@ class CurvePredictor:
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
-        linear = steps * self._linear_seconds(chunk) + (self._linear_seconds(rest) if rest else 0.0)
+        linear = steps * self._row_seconds(chunk) + (self._row_seconds(rest) if rest else 0.0)
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         keys = steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
         hidden = self.overlap * self._shorter_of_steps(start, stop, chunk) if self.overlap else 0.0
@@ -276,7 +321,7 @@ class CurvePredictor:
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
         """The seconds of a batch with one more local chunk, as the module's `chunk_curve`."""
-        if self.exchange is not None and (work.sharded or work.replicated):
+        if self.exchange is not None and self.exchange.concerns(work):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
@@ -295,6 +340,13 @@ class CurvePredictor:
             return linear(rows + count) + prompts + decodes + logits
 
         return seconds
+
+    def _row_seconds(self, rows: int) -> float:
+        """Seconds of everything but attention and logits for local rows."""
+        moved = 0.0
+        if self.exchange is not None and self.exchange.shared is not None:
+            moved = self.exchange.seconds(Work(rows), 0.0)
+        return self._linear_seconds(rows) + moved
 
     def _linear_seconds(self, rows: int) -> float:
         known: dict[int, float] = self._known  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Attention of a step's rows to pages that are sharded over context ranks, inside `jax.shard_map`."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,31 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped
 
 from longctx.kernels import paged_attention, plan_paged_attention
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.paged_attention import PagedPlan
+from longctx.kernels.partitioning import match_varying
+from longctx.parallel.exchange import part_of_rank
+from longctx.parallel.helix import merge_to_heads
 from longctx.parallel.kvp import merge_over_ranks
-from longctx.serving.runner.gathered_keys import GatheredKeys, RowMetadata
+from longctx.serving.runner.ffn_rows import FfnRows
+from longctx.serving.runner.gathered_keys import FirstOf, GatheredKeys, RowMetadata
 from longctx.serving.runner.key_ring import KeyRing
 from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
 from longctx.serving.runner.step_inputs import RowInputs, Shape
+
+
+class WindowLayers(NamedTuple):
+    """What a step needs to know of sliding layers.
+
+    Attributes:
+      size: tokens that a query sees, itself included.
+      table: `[slots, entries]`, this rank's window pages.
+      first_pages: int32 `[places]`, first page of the layer in each place of the stage, see `LayerPages`.
+    """
+
+    size: int
+    table: Int[Array, "slots entries"]
+    first_pages: Int[Array, "places"]
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +46,21 @@ class PagedAttend:
     sequence up to its own position. Local rows attend to the pages of their rank. Replicated rows do so on each rank,
     and their states are merged. Sharded rows attend to the keys of all ranks, by the exchange of the step.
 
+    Which layers slide is data, as all layers of all stages are one program: what differs is derived for both kinds
+    once, and each layer selects its own.
+
     It is a pytree, so that one program can make it and the programs of the layers can use it.
+
+    Attributes:
+      full, sliding: for layers of each kind; None: no layer is sliding.
+      offsets: token in its page of each row that is written.
+      first_pages: as of `WindowLayers`.
     """
 
-    tables: PageTables
-    pages: Int[Array, "written"]
+    full: "_LayerRows"
+    sliding: "_LayerRows | None"
     offsets: Int[Array, "written"]
-    sharded: KeyRing | GatheredKeys | None
-    unsharded: "_UnshardedRows | None"
+    first_pages: Int[Array, "places"] | None
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -45,6 +72,7 @@ class PagedAttend:
         num_heads: int,
         pool: Shaped[Array, "pages page_size K H"],
         dtype: DTypeLike,
+        window: WindowLayers | None = None,
     ) -> "PagedAttend":
         """Derive what all layers of a step share.
 
@@ -54,36 +82,58 @@ class PagedAttend:
           num_heads: query heads on this device.
           pool: the key pages; only its shape and dtype are used.
           dtype: of queries.
+          window: of a model with sliding layers.
         """
-        has_unsharded = shape.replicated or shape.local
-        sharded: KeyRing | GatheredKeys | None = None
-        if shape.sharded and shape.exchange == "pass_kv":
-            sharded = KeyRing.make(inputs, tables, shape, num_heads, pool, dtype)
-        elif shape.sharded:
-            sharded = GatheredKeys.make(inputs, tables, shape, num_heads, pool, dtype)
-        return cls(
-            tables,
-            inputs.pages,
-            inputs.offsets,
-            sharded,
-            _UnshardedRows.make(inputs, tables, shape, num_heads, pool, dtype) if has_unsharded else None,
-            shape,
-        )
+        static = shape, num_heads, pool, dtype
+        if window is None:
+            return cls(_LayerRows.make(inputs, tables, *static), None, inputs.offsets, None, shape)
+        before = window.size - 1
+        full = _LayerRows.make(inputs, tables, *static, jnp.zeros_like)
+        tables, inputs = tables._replace(table=window.table), inputs._replace(pages=inputs.window_pages)
+        sliding = _LayerRows.make(inputs, tables, *static, lambda positions: positions - before)
+        return cls(full, sliding.sharing(full), inputs.offsets, window.first_pages, shape)
 
-    def __call__(self, cache: PagedCache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, PagedCache]:
-        sharded, first_page = self.shape.sharded, layer * self.shape.num_pages
-        pages = jnp.where(self.pages >= 0, self.pages + first_page, -1)
+    def __call__(
+        self,
+        cache: PagedCache,
+        layer: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        is_sliding: Array | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, PagedCache]:
+        rows, sharded = self._rows_of(is_sliding), self.shape.sharded
+        first_page = layer * self.shape.num_pages if self.first_pages is None else self.first_pages[layer]
+        pages = jnp.where(rows.pages >= 0, rows.pages + first_page, -1)
         new = NewKeys.of(cache, *_finite_values(k, v), pages, self.offsets)
-        outs = []
+        no_rows = q[:0]
+        out, replicated, local = no_rows, no_rows, no_rows
         # Rows of the other kinds come last: what reads the cache after all have written needs no copy of it.
-        if self.sharded is None:
+        if rows.sharded is None:
             cache = new.write(cache, new.kv, 0)
         else:
-            out, cache = self.sharded(cache, self.tables, first_page, q[:sharded], new)
-            outs.append(out)
-        if self.unsharded is not None:
-            outs.append(self.unsharded(cache, self.tables, first_page, q[sharded:]))
+            out, cache = rows.sharded(cache, rows.tables, first_page, q[:sharded], new, sinks)
+        if rows.unsharded is not None:
+            replicated, local = rows.unsharded(cache, rows.tables, first_page, q[sharded:], sinks)
+        if self.shape.shares_ffn:
+            return FfnRows.of(self.shape).heads(out, replicated, local), cache
+        outs = [part for part in (out, replicated, local) if part.shape[0]]
         return (outs[0] if len(outs) == 1 else jnp.concatenate(outs)), cache
+
+    @property
+    def tables_of_state(self) -> dict[str, Array | None]:
+        """The page tables, as fields of `DeviceState`."""
+        window_table = None if self.sliding is None else self.sliding.tables.table
+        return self.full.tables._asdict() | {"window_table": window_table}
+
+    def _rows_of(self, is_sliding: Array | None) -> "_LayerRows":
+        if self.sliding is None:
+            return self.full
+        if is_sliding is None:
+            raise ValueError("is_sliding must be given in a model with sliding layers")
+        return jax.tree.map(lambda x, y: x if x is y else jnp.where(is_sliding, x, y), self.sliding, self.full)
 
 
 def _finite_values(k: Array, v: Array) -> tuple[Array, Array]:
@@ -98,8 +148,53 @@ def _finite_values(k: Array, v: Array) -> tuple[Array, Array]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class _LayerRows:
+    """What layers of one kind share in a step: where rows write, and how they attend."""
+
+    tables: PageTables
+    pages: Int[Array, "written"]
+    sharded: KeyRing | GatheredKeys | None
+    unsharded: "_UnshardedRows | None"
+
+    @classmethod
+    def make(
+        cls,
+        inputs: RowInputs,
+        tables: PageTables,
+        shape: Shape,
+        num_heads: int,
+        pool: Array,
+        dtype: DTypeLike,
+        first_of: FirstOf | None = None,
+    ) -> "_LayerRows":
+        """As `PagedAttend.make`; `first_of`: None in a model without sliding layers."""
+        arguments = inputs, tables, shape, num_heads, pool, dtype, first_of
+        sharded: KeyRing | GatheredKeys | None = None
+        if shape.sharded:
+            sharded = (KeyRing if shape.exchange == "pass_kv" else GatheredKeys).make(*arguments)
+        has_unsharded = shape.replicated or shape.local
+        unsharded = _UnshardedRows.make(*arguments) if has_unsharded else None
+        return cls(tables, inputs.pages, sharded, unsharded)
+
+    def sharing(self, other: "_LayerRows") -> "_LayerRows":
+        """Return these with the arrays of the other kind where both have the same."""
+        return dataclasses.replace(
+            self, sharded=_share(self.sharded, other.sharded), unsharded=_share(self.unsharded, other.unsharded)
+        )
+
+
+def _share(part: Any, other: Any) -> Any:
+    if part is None:
+        return None
+    return dataclasses.replace(part, **{name: getattr(other, name) for name in part.same_in_all_layers})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _UnshardedRows:
     """Attention of replicated and local rows, which need the pages of their own rank only."""
+
+    same_in_all_layers = ("groups",)
 
     groups: Array | None
     metadata: RowMetadata
@@ -108,24 +203,40 @@ class _UnshardedRows:
 
     @classmethod
     def make(
-        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+        cls,
+        inputs: RowInputs,
+        tables: PageTables,
+        shape: Shape,
+        num_heads: int,
+        pool: Array,
+        dtype: DTypeLike,
+        first_of: FirstOf | None,
     ) -> "_UnshardedRows":
         slots, positions = inputs.slots[shape.sharded :], inputs.positions[shape.sharded :]
         empty = jnp.zeros_like(tables.table[:, 0])
         lengths = empty.at[jnp.maximum(slots, 0)].max(jnp.where(slots >= 0, positions + 1, 0))
-        metadata = (lengths, positions, slots)
+        metadata = RowMetadata.of(lengths, positions, slots, first_of)
         # No more rows than requests may run are most often all decodes; of more some are of a chunk.
         most = 1 if shape.replicated + shape.local <= shape.samples else None
-        plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype, max_rows_per_sequence=most)
+        plan = plan_paged_attention(
+            num_heads, pool, *tables, **metadata._asdict(), q_dtype=dtype, max_rows_per_sequence=most
+        )
         return cls(inputs.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
 
-    def __call__(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> Array:
+    def __call__(
+        self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        """The results of replicated and of local rows; of the former this rank's heads, if ranks share what follows."""
         replicated = self.shape.replicated
-        # Partial states stay float32 until they are merged.
-        dtype = jnp.float32 if replicated else None
-        arguments = (*tables, *self.metadata, first_page)
-        out, lse = paged_attention(q, cache.k, cache.v, *arguments, plan=self.plan, out_dtype=dtype, **cache.scales)
-        if self.groups is None:
-            return out
-        merged, _ = merge_over_ranks(out[:replicated], lse[:replicated], self.groups, out_dtype=q.dtype)
-        return jnp.concatenate([merged, out[replicated:].astype(q.dtype)])
+        # Partial states stay float32 until they are merged, and until sinks, which count once, are added.
+        dtype = jnp.float32 if replicated or sinks is not None else None
+        options: Any = self.metadata._asdict() | cache.scales | {"plan": self.plan, "out_dtype": dtype}
+        out, lse = paged_attention(q, cache.k, cache.v, *tables, first_page=first_page, **options)
+        local, _ = with_sinks((out[replicated:], lse[replicated:]), sinks)
+        state = out[:replicated], lse[:replicated]
+        if self.groups is not None and self.shape.shares_ffn:
+            state = merge_to_heads(*state)
+            sinks = None if sinks is None else part_of_rank(match_varying(sinks, "context"), "context", 0)
+        elif self.groups is not None:
+            state = merge_over_ranks(*state, self.groups, out_dtype=q.dtype if sinks is None else None)
+        return with_sinks(state, sinks)[0].astype(q.dtype), local.astype(q.dtype)

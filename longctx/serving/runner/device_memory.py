@@ -10,6 +10,7 @@ from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction
 # Where temporaries exceed 95 % of what arguments and outputs leave of 80 % of a GPU, XLA computes values twice to save
 # memory, and copies weights. It counts up to half as many temporaries again as it then allocates.
 _XLA_SHARE, _XLA_TEMPORARIES = 0.8, 1.5 / 0.95
+_UNLIMITED = 1 << 40  # pages that take no memory
 _RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays, and small programs
 
 
@@ -85,13 +86,15 @@ class MemoryUse(NamedTuple):
       device: its memory; `used` counts the weights, and arrays that are not the engine's.
       weights: parameters.
       slots: what a step keeps for sequences beside their pages: page tables, counts of tokens, outputs of a stage.
-      pages: of the KV cache.
-      page: one page.
+      pages: of the KV cache, window pages among them.
+      page: one page, of the layers without a window.
       page_tokens: of the KV cache, in a page.
       temporaries, outputs: of the largest program, and of the steps in flight.
       autotuning: operands with which XLA tries ways to compute a product, when it compiles a program.
       transfers: pages on their way to and from other memory.
       arguments: of the largest program, beside pages; weights and slots at least.
+      window_page: one window page, of the layers with one.
+      most_windows: window pages that pages have at most, however many they are.
     """
 
     device: DeviceMemory
@@ -105,6 +108,8 @@ class MemoryUse(NamedTuple):
     autotuning: int = 0
     transfers: int = 0
     arguments: int = 0
+    window_page: int = 0
+    most_windows: int = 0
 
     @property
     def steps(self) -> int:
@@ -142,8 +147,16 @@ class MemoryUse(NamedTuple):
         """Pages for which there is room, and no more than leave programs fast, unless those are none."""
         arguments = max(self.arguments, self.weights + self.slots) + self.outputs
         fast = self.device.program_limit - arguments - int(self.temporaries * _XLA_TEMPORARIES)
-        fitting, fast = max(0, self.unused + self.pages) // self.page, max(0, fast) // self.page
+        fitting, fast = self.pages_within(self.unused + self.pages), self.pages_within(fast)
         return min(fitting, fast) or fitting
+
+    def pages_within(self, room: int) -> int:
+        """Pages that take so many bytes with their window pages."""
+        both = max(0, room) // (self.page + self.window_page)
+        if both <= self.most_windows or not self.window_page:
+            return both
+        rest = room - self.most_windows * self.window_page
+        return rest // self.page if self.page else _UNLIMITED
 
     def with_programs(self, programs: ProgramMemory, in_flight: int) -> Self:
         """Return the use with programs compiled for as many pages, of which `in_flight` run at a time."""
@@ -152,7 +165,8 @@ class MemoryUse(NamedTuple):
         return self._replace(temporaries=programs.temporaries, outputs=outputs, arguments=arguments)
 
     def with_pages(self, num_pages: int) -> Self:
-        return self._replace(pages=num_pages * self.page)
+        windows = min(num_pages, self.most_windows) * self.window_page
+        return self._replace(pages=num_pages * self.page + windows)
 
     def check(self, needed: int = 0, advice: Mapping[str, str] = ADVICE) -> None:
         """Check that what is there, and what the largest program takes beside it, fit.
@@ -177,7 +191,7 @@ class MemoryUse(NamedTuple):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        gib, tokens = 2**30, self.page / self.page_tokens
+        gib, tokens = 2**30, (self.page + self.window_page) / self.page_tokens
         yield f"{'':<12} {'GiB':>7}  as tokens of KV cache"
         rows = ("weights", "pages", "slots", "temporaries", "outputs", "autotuning", "transfers", "others", "reserve")
         for name in (*rows, "unused"):

@@ -1,7 +1,8 @@
 """Pass-Q and all-gather for a step's sharded rows: all ranks get the new keys, and the cached ones by either."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel
 from longctx.kernels.barrier import hold
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.paged_attention import PagedPlan
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.pass_q import pass_q_forward
@@ -25,8 +27,21 @@ from longctx.serving.runner.step_inputs import RowInputs, Shape
 State = tuple[Array, Array]
 """A partial attention result, `(out, lse)`."""
 
-RowMetadata = tuple[Array, Array, Array]
-"""Arguments of `paged_attention` after its page tables: key lengths, and the rows' positions and slots."""
+FirstOf = Callable[[Array], Array]
+"""From positions of queries to the first positions that they see in some layers."""
+
+
+class RowMetadata(NamedTuple):
+    """Arguments of `paged_attention` beside its page tables; `q_first` is None in a model without sliding layers."""
+
+    kv_lengths: Array
+    q_positions: Array
+    q_sequence: Array
+    q_first: Array | None
+
+    @classmethod
+    def of(cls, lengths: Array, positions: Array, slots: Array, first_of: FirstOf | None) -> "RowMetadata":
+        return cls(lengths, positions, slots, None if first_of is None else first_of(positions))
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +64,8 @@ class GatheredKeys:
     Source: context parallelism paper, 3.5.2 and 3.5.3, algorithms 3 and 4; Llama 3 training, 3.3.2.
     """
 
+    same_in_all_layers = ("order", "keys", "cached", "num_rounds")
+
     order: Array
     queries: Tokens
     keys: Tokens
@@ -60,7 +77,14 @@ class GatheredKeys:
 
     @classmethod
     def make(
-        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+        cls,
+        inputs: RowInputs,
+        tables: PageTables,
+        shape: Shape,
+        num_heads: int,
+        pool: Array,
+        dtype: DTypeLike,
+        first_of: FirstOf | None = None,
     ) -> "GatheredKeys":
         """As `PagedAttend.make`."""
         positions, slots, order = inputs.sharded_positions, inputs.sharded_slots, inputs.sharded_order
@@ -72,17 +96,19 @@ class GatheredKeys:
             for hop in range(shape.ranks):
                 source = ring_source("context", hop)
                 at, whose = (x.reshape(shape.ranks, -1)[source] for x in (positions, slots))
-                metadata = firsts, at, whose
+                metadata = RowMetadata.of(firsts, at, whose, first_of)
                 plan = plan_paged_attention(
-                    num_heads, pool, *tables, *metadata, q_dtype=dtype, reserved_multiprocessors=reserved
+                    num_heads, pool, *tables, **metadata._asdict(), q_dtype=dtype, reserved_multiprocessors=reserved
                 )
                 hops.append((metadata, plan))
         elif shape.message:
             own = CachedPages.of(inputs, tables, shape, firsts)
             cached = own.of_all_ranks()
+        own_positions = inputs.positions[: shape.sharded]
+        own_first = None if first_of is None else first_of(own_positions)
         return cls(
             order,
-            Tokens(inputs.positions[: shape.sharded], inputs.slots[: shape.sharded]),
+            Tokens(own_positions, inputs.slots[: shape.sharded], own_first),
             Tokens(positions[order], slots[order]),
             hops,
             own,
@@ -92,13 +118,20 @@ class GatheredKeys:
         )
 
     def __call__(
-        self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, new: NewKeys
+        self,
+        cache: PagedCache,
+        tables: PageTables,
+        first_page: Array,
+        q: Array,
+        new: NewKeys,
+        sinks: Array | None = None,
     ) -> tuple[Array, PagedCache]:
         """Write the new keys of all rows, and attend with the sharded ones.
 
         Args:
           first_page: of the layer.
           q: `[sharded, N, H]`.
+          sinks: as for `attention`.
 
         Returns:
           (out `[sharded, N, H]`, the cache).
@@ -119,13 +152,14 @@ class GatheredKeys:
             kv_positions=self.keys.positions,
             q_segment_ids=self.queries.segments,
             kv_segment_ids=self.keys.segments,
+            q_first=self.queries.first,
             out_dtype=jnp.float32,
         )
         if of_pages is not None:
             state = merge_state(*state, *of_pages)
         elif self.own is not None:
             state, cache = self._all_gather(cache, first_page, q, state)
-        return state[0].astype(q.dtype), cache
+        return with_sinks(state, sinks)[0].astype(q.dtype), cache
 
     def _pass_q(
         self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, kv: Array
@@ -139,9 +173,8 @@ class GatheredKeys:
                 kv, q = hold(kv, q)
                 kv = lax.all_gather(kv, "context", tiled=True)
             metadata, plan = self.hops[hop]
-            arguments = (*tables, *metadata, first_page)
-            options: Any = {"plan": plan, "out_dtype": jnp.float32} | cache.scales
-            state = paged_attention(q[0], cache.k, cache.v, *arguments, **options)
+            options: Any = metadata._asdict() | cache.scales | {"plan": plan, "out_dtype": jnp.float32}
+            state = paged_attention(q[0], cache.k, cache.v, *tables, first_page=first_page, **options)
             if is_last:
                 kv, state = hold(kv, state)
             return state[0][None], state[1][None]

@@ -13,10 +13,12 @@ from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel
 from longctx.kernels.bits import from_bits
+from longctx.kernels.merge import with_sinks
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.mesh import index_of
 from longctx.parallel.ring import fold_ring, ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
+from longctx.serving.runner.gathered_keys import FirstOf
 from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables, as_floats
 from longctx.serving.runner.step_inputs import RowInputs, Shape
 
@@ -43,6 +45,8 @@ class KeyRing:
     Source: context parallelism paper, 3.5.2 and algorithm 2.
     """
 
+    same_in_all_layers = ("keys", "source", "places", "cached", "num_rounds")
+
     queries: Tokens
     keys: Tokens
     source: Array
@@ -55,7 +59,14 @@ class KeyRing:
 
     @classmethod
     def make(
-        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+        cls,
+        inputs: RowInputs,
+        tables: PageTables,
+        shape: Shape,
+        num_heads: int,
+        pool: Array,
+        dtype: DTypeLike,
+        first_of: FirstOf | None = None,
     ) -> "KeyRing":
         """As `PagedAttend.make`."""
         ranks, rows, message = shape.ranks, shape.sharded, shape.message
@@ -73,7 +84,8 @@ class KeyRing:
             padding = Tokens(*(jnp.full((ranks, 1), x, jnp.int32) for x in (0, -1)))
             every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), first, new, padding)
             keys = jax.tree.map(lambda x: jnp.take_along_axis(x, sources, 1), every)
-        queries = Tokens(inputs.positions[None, :rows], inputs.slots[None, :rows])
+        positions = inputs.positions[None, :rows]
+        queries = Tokens(positions, inputs.slots[None, :rows], None if first_of is None else first_of(positions))
         keys = jax.tree.map(lambda x: x[:, None], keys)
         kv_heads, head_size = pool.shape[2:]
         q, k = (
@@ -86,7 +98,13 @@ class KeyRing:
         return cls(queries, keys, source, places, own, cached, num_rounds, plans, shape)
 
     def __call__(
-        self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, new: NewKeys
+        self,
+        cache: PagedCache,
+        tables: PageTables,
+        first_page: Array,
+        q: Array,
+        new: NewKeys,
+        sinks: Array | None = None,
     ) -> tuple[Array, PagedCache]:
         """As `GatheredKeys`."""
         sharded, others = jnp.split(new.kv, [self.shape.sharded])
@@ -109,7 +127,8 @@ class KeyRing:
         ranks = self.shape.ranks
         hops = (index_of("context") - jnp.arange(ranks, dtype=jnp.int32)) % ranks
         gathered = jnp.moveaxis(jnp.stack(passed)[hops], 1, 2).reshape(-1, *new.kv.shape[1:])
-        return state[0][0].astype(q.dtype), new.write(cache, jnp.concatenate([gathered, others]), 0)
+        out, _ = with_sinks(state, sinks)
+        return out[0].astype(q.dtype), new.write(cache, jnp.concatenate([gathered, others]), 0)
 
     def _attend(self, kernel: Kernel, q: Array, kv: Array, keys: Tokens, plan: Any, state: Any) -> tuple[Array, Array]:
         kv = as_floats(kv, q.dtype)

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from longctx.models import Llama
-from longctx.models.llama import Rope
 from longctx.models.params import Params
+from longctx.models.rope import Rope
 from longctx.models.sharded_params import layer_specs, sharded_specs
 from longctx.parallel.mesh import named_sharding, shard_map
-from longctx.parallel.tensor import psum
 from longctx.serving.runner.attention import PagedAttend
+from longctx.serving.runner.ffn_rows import collectives_of
 from longctx.serving.runner.paged_cache import PagedCache, PageTables
 from longctx.serving.runner.sample_step import outer_params
 from longctx.serving.runner.step import (
@@ -29,6 +29,7 @@ from longctx.serving.runner.step import (
     begin_step,
     end_layers,
     rows_to_sample,
+    sliding_of_stage,
     state_shardings,
     state_specs,
 )
@@ -84,7 +85,7 @@ def layered_step(
     """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
     begin, layer, end = programs(mesh, state.cache.is_fp8)
     outer, static, cache = outer_params(params), (model, mesh, shape, sections), state.cache
-    tables = PageTables(state.table, state.page_index)
+    tables = PageTables(state.table, state.page_index), state.window_table
     x, rope, attend = call(begin, *static, _pool(state), outer, tables, state.rows, state.last_token, rows)
     for number, (index, weights) in enumerate(
         zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True)
@@ -93,8 +94,7 @@ def layered_step(
         if mesh.size > 1 and number % _AHEAD == _AHEAD - 1:
             x.block_until_ready()
     stage_rows, hidden, last_rows = call(end, *static, outer, state.rows, x, samples)
-    table, page_index = attend.tables.table, attend.tables.page_index
-    state = state._replace(cache=cache, table=table, page_index=page_index, rows=stage_rows)
+    state = state._replace(cache=cache, rows=stage_rows, **attend.tables_of_state)
     return state, hidden, last_rows
 
 
@@ -128,13 +128,16 @@ def _begin_step(
     sections: tuple[int, int],
     pool: Any,
     outer: Params,
-    tables: PageTables,
+    tables: tuple[PageTables, Array | None],
     stage_rows: Array | None,
     last_token: Array,
     rows: Array,
 ) -> tuple[Array, Rope, PagedAttend]:
-    def on_device(params: Params, tables: PageTables, stage_rows: Array | None, last_token: Array, rows: Array) -> Any:
-        state: Any = DeviceState(PagedCache(pool, pool), *tables, stage_rows, last_token, None, None)  # type: ignore[arg-type]
+    def on_device(params: Params, tables: Any, stage_rows: Array | None, last_token: Array, rows: Array) -> Any:
+        (table, page_index), window_table = tables
+        pools: Any = PagedCache(pool, pool)
+        unused: Any = None
+        state = DeviceState(pools, table, page_index, stage_rows, last_token, unused, unused, window_table)
         return _expand(begin_step(model, mesh, shape, sections, params["embed"], state, rows))
 
     specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P(), _INPUTS
@@ -153,11 +156,14 @@ def _step_layer(
 ) -> tuple[Array, PagedCache]:
     def on_device(weights: Params, index: Array, shared: Any, cache: PagedCache) -> tuple[Array, PagedCache]:
         x, rope, attend = _squeeze(shared)
-        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, lambda x: psum(x, "tensor"))
+        sliding = sliding_of_stage(model, mesh)
+        kind: Any = {} if sliding is None else {"is_sliding": sliding[index]}
+        collectives = collectives_of(attend.shape)
+        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives, **kind)
         return x[None], cache
 
     cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"], cache.is_fp8).cache
-    specs = layer_specs(weights, model.config, mesh), P(), _EACH, cache_specs
+    specs = layer_specs(weights, model.config, mesh, attend.shape.ffn), P(), _EACH, cache_specs
     return shard_map(on_device, mesh, specs, (_EACH, cache_specs))(weights, index, (x, rope, attend), cache)
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.fp8 import E4M3
 from longctx.models import Llama, LlamaConfig
-from longctx.models.params import Params
+from longctx.models.params import Ffn, Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.kv_cache.connector import PageBlock
@@ -39,19 +39,22 @@ def abstract_state(
     slots: int,
     entries: int,
     rows: int,
+    num_window_pages: int = 0,
 ) -> DeviceState:
     """Shapes, dtypes and shardings of the state of a `ModelRunner`."""
     stages, ranks, is_fp8 = mesh.shape["stage"], mesh.shape["context"], jnp.dtype(kv_dtype) == E4M3
-    each, places, array = stages * ranks, state_shardings(mesh, is_fp8), jax.ShapeDtypeStruct
+    has_window, sizes = num_window_pages > 0, (num_pages, page_size, kv_dtype, ranks, stages, num_window_pages)
+    each, places, array = stages * ranks, state_shardings(mesh, is_fp8, has_window), jax.ShapeDtypeStruct
     no_bias = LogitBias.row(SamplingParams())
     state = DeviceState(
-        PagedCache.abstract(device_config(config, mesh), num_pages, page_size, kv_dtype, ranks, stages),
+        PagedCache.abstract(device_config(config, mesh), *sizes),
         array((each, slots, entries), jnp.int32),  # type: ignore[arg-type]
         array((each, slots, entries), jnp.int32) if ranks > 1 else None,  # type: ignore[arg-type]
         array((each, rows, config.hidden_size), dtype) if stages > 1 else None,  # type: ignore[arg-type]
         array((slots,), jnp.int32),  # type: ignore[arg-type]
         array((slots, config.vocab_size), jnp.uint32),  # type: ignore[arg-type]
         jax.tree.map(lambda row: array((slots, *row.shape), row.dtype), no_bias),
+        array((each, slots, entries), jnp.int32) if has_window else None,  # type: ignore[arg-type]
     )
     return jax.tree.map(lambda x, place: array(x.shape, x.dtype, sharding=place), state, places)
 
@@ -64,9 +67,11 @@ class ModelRunner:
 
     Args:
       num_pages: pages of each rank. None: `allocate` is called before the first step.
+      num_window_pages: likewise, of layers with a sliding window; 0 in a model without them.
       slots, entries: sequences that run at a time, and pages of the longest.
       sections: the largest bucket of each kind of rows.
       kv_dtype: dtype of the cache, float8_e4m3fn for FP8 pages; None: the parameters'.
+      ffn: of the plan.
     """
 
     def __init__(
@@ -80,22 +85,29 @@ class ModelRunner:
         entries: int,
         sections: tuple[int, int, int],
         kv_dtype: DTypeLike | None = None,
+        ffn: Ffn = "tensor",
+        num_window_pages: int = 0,
     ) -> None:
         self.model, self.mesh = model, mesh
         self._page_size, self._slots, self._entries = page_size, slots, entries
         self._sections, self._num_rows = (sections[0], sections[0] + sections[1]), sum(sections)
-        self.params = shard_params(params, model.config, mesh)
+        self.params = shard_params(params, model.config, mesh, ffn=ffn)
         dtype = self.params["embed"].dtype
         self._kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         is_fp8 = self._kv_dtype == E4M3
-        program = step_program(mesh, model.config.quantization is not None, is_fp8)
+        has_window = model.config.sliding_window is not None
+        program = step_program(mesh, model.config.quantization is not None, is_fp8, has_window)
         self.run_step: Any = layered_step if isinstance(self.params["layers"], tuple) else program
         if num_pages is not None:
-            self.allocate(num_pages)
+            self.allocate(num_pages, num_window_pages)
 
-    def allocate(self, num_pages: int) -> None:
-        """Make the arrays of the state, with `num_pages` pages of each rank; once."""
-        self._num_pages, state = num_pages, self.abstract_state(num_pages)
+    def allocate(self, num_pages: int, num_window_pages: int = 0) -> None:
+        """Make the arrays of the state, with so many pages of each rank; once.
+
+        Raises:
+          ValueError: the model has sliding layers and there are no window pages, or the other way round.
+        """
+        self._num_pages, state = (num_pages, num_window_pages), self.abstract_state(num_pages, num_window_pages)
         page_index, no_bias = state_updates.unused_page_index(self._page_size), LogitBias.row(SamplingParams())
 
         def fill(x: Any, value: Any) -> jax.Array:
@@ -113,21 +125,29 @@ class ModelRunner:
             fill(state.last_token, 0),
             fill(state.seen, 0),
             jax.tree.map(fill, state.bias, no_bias),
+            None if state.window_table is None else fill(state.window_table, 0),
         )
 
-    def abstract_state(self, num_pages: int) -> DeviceState:
-        """Return shapes, dtypes and shardings of the state with `num_pages` pages of each rank; no array is made."""
+    def abstract_state(self, num_pages: int, num_window_pages: int = 0) -> DeviceState:
+        """Return shapes, dtypes and shardings of the state with so many pages of each rank; no array is made."""
         dtype = self.params["embed"].dtype
-        sizes = num_pages, self._page_size, self._slots, self._entries, self._num_rows
+        sizes = num_pages, self._page_size, self._slots, self._entries, self._num_rows, num_window_pages
         return abstract_state(self.model.config, self.mesh, dtype, self._kv_dtype, *sizes)
 
     def clear_slot(self, slot: int) -> None:
         """Mark all page table entries of a slot as unused."""
         self._update(state_updates.clear_slot, np.int32(slot), page_size=self._page_size)
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
+    def set_entries(
+        self,
+        slot: int,
+        first: np.ndarray,
+        pages: np.ndarray,
+        page_index: np.ndarray,
+        window_pages: np.ndarray | None = None,
+    ) -> None:
         """Set page table entries of a slot, see `state_updates.set_entries`."""
-        self._update(state_updates.set_entries, np.int32(slot), first, pages, page_index)
+        self._update(state_updates.set_entries, np.int32(slot), first, pages, page_index, window_pages)
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         """Set how often a slot has seen each token, uint32 `[vocab]`, see `sampler.count_tokens`."""
@@ -138,7 +158,8 @@ class ModelRunner:
         self._update(state_updates.set_bias, np.int32(slot), bias)
 
     def _update(self, update: Any, *arguments: Any, **static: Any) -> None:
-        program = state_updates.update_program(update, self.mesh, self.state.cache.is_fp8, *static)
+        kinds = self.state.cache.is_fp8, self.state.window_table is not None
+        program = state_updates.update_program(update, self.mesh, *kinds, *static)
         self.state = program(self.state, *arguments, **static)
 
     @property
@@ -151,7 +172,7 @@ class ModelRunner:
         rows = np.stack([RowInputs.empty(shape)[0]] * self.mesh.shape["stage"])
         inputs = self._to_devices(rows, SampleInputs.empty(shape)[0])
         # JAX finds the program again when `step` calls it with arrays: only what is abstract of them is in its key.
-        state = self.abstract_state(shape.num_pages)
+        state = self.abstract_state(shape.num_pages, shape.num_window_pages)
         arguments = (self.model, self.mesh, self.params, state, *inputs, shape, self._sections)
         if self.run_step is layered_step:
             programs = [*compile_layered_step(*arguments, compiled=compiled)]
@@ -196,11 +217,15 @@ class ModelRunner:
     @functools.cached_property
     def transfer(self) -> PageTransfer:
         """Reads and writes pages of the state, by `read_pages` and `write_placed`."""
-        return PageTransfer(self.mesh, self.model.config, self._num_pages, self._page_size, self._kv_dtype)
+        num_pages, num_window_pages = self._num_pages
+        sizes = num_pages, self._page_size, self._kv_dtype, num_window_pages
+        return PageTransfer(self.mesh, self.model.config, *sizes)
 
-    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
-        """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them."""
-        return self.transfer.read(self.state.cache, pages, layers)
+    def read_pages(
+        self, pages: List[int], layers: tuple[int, int], window_pages: List[int] | None = None
+    ) -> DevicePageRead:
+        """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them; see `PageTransfer`."""
+        return self.transfer.read(self.state.cache, pages, layers, window_pages)
 
     def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], object] | None:
         """Begin to write blocks from `PageTransfer.place` over their pages.
@@ -212,9 +237,9 @@ class ModelRunner:
         self.state = self.state._replace(cache=cache)
         return functools.partial(jax.block_until_ready, done) if done else None
 
-    def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        """Place and write a block of a load of `pages`; its memory may change after it."""
-        if (wait := self.write_placed([self.transfer.place(pages, block)])) is not None:
+    def write_pages(self, pages: List[int], block: PageBlock, window_pages: List[int] | None = None) -> None:
+        """Place and write a block of a load of `pages`; its memory may change after it. See `PageTransfer.place`."""
+        if (wait := self.write_placed([self.transfer.place(pages, block, window_pages)])) is not None:
             wait()
 
     def _to_devices(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:

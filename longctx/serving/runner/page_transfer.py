@@ -27,6 +27,7 @@ from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_of_stages, layers_per_stage
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.runner.layer_pages import LayerPages
 from longctx.serving.runner.page_programs import PoolShape, compile_read, compile_write, cut_block, slice_pages
 from longctx.serving.runner.paged_cache import PagedCache
 
@@ -38,22 +39,37 @@ class DevicePart(NamedTuple):
     """Part that one device has of the pages of its context rank.
 
     Attributes:
-      rank: context rank.
+      stage, rank: of the device.
       part: layers and KV heads of the model.
       padding: layers of zeros before the first of its layers, where stages are uneven.
       is_first: whether it is the first device that has this part; others repeat it, where `tensor` exceeds the model's
         KV heads.
     """
 
+    stage: int
     rank: int
     part: PageSlice
     padding: int
     is_first: bool
 
-    def rows(self, local_pages: np.ndarray, layers: tuple[int, int], num_pages: int) -> np.ndarray:
-        """Rows of the pool, int32 `[pages * layers]`, page after page, of pages of the rank and layers of the model."""
+    def rows(self, pages: "_Pages", layers: tuple[int, int], pools: LayerPages) -> np.ndarray:
+        """Rows of the pool, int32 `[pages * layers]`, page after page, of pages of the rank and layers of the model.
+
+        A row that there is none of is -1.
+        """
         places = np.arange(*layers) - self.part.layers[0] + self.padding
-        return (places * num_pages + local_pages[:, None]).astype(np.int32).reshape(-1)
+        window = None if pages.window is None else np.where(pages.window < 0, -1, pages.window % pools.num_window_pages)
+        return pools.rows(self.stage, places, pages.numbers % pools.num_pages, window).reshape(-1)
+
+
+class _Pages(NamedTuple):
+    """Pages of all ranks, and window pages, of which -1 is none; in a model without sliding layers None."""
+
+    numbers: np.ndarray
+    window: np.ndarray | None
+
+    def take(self, at: np.ndarray | slice) -> "_Pages":
+        return _Pages(self.numbers[at], None if self.window is None else self.window[at])
 
 
 def process_part(mesh: Mesh, config: LlamaConfig) -> PageSlice:
@@ -74,7 +90,7 @@ def device_parts(mesh: Mesh, config: LlamaConfig) -> dict[jax.Device, DevicePart
         first, stop = index * config.num_kv_heads // tensor, -(-(index + 1) * config.num_kv_heads // tensor)
         repeats = max(1, tensor // config.num_kv_heads)
         part = PageSlice((real[0], real[-1] + 1), (first, stop))
-        parts[device] = DevicePart(rank, part, len(layers[stage]) - len(real), index % repeats == 0)
+        parts[device] = DevicePart(stage, rank, part, len(layers[stage]) - len(real), index % repeats == 0)
     return parts
 
 
@@ -133,15 +149,23 @@ class DevicePageRead:
 
 
 class PageTransfer:
-    """Reads and writes pages of the pools of a mesh's devices; of several processes, each those of its own devices."""
+    """Reads and writes pages of the pools of a mesh's devices; of several processes, each those of its own devices.
 
-    def __init__(self, mesh: Mesh, config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> None:
+    A page's payload has all layers. In a model with sliding layers, those of these layers are in window pages, which
+    calls name beside the pages: as many, each of the rank of its page, and -1 where there is none. Such layers of a
+    payload are not written, and in one that is read they hold anything.
+    """
+
+    def __init__(
+        self, mesh: Mesh, config: LlamaConfig, num_pages: int, page_size: int, dtype: Any, num_window_pages: int = 0
+    ) -> None:
         self.layout = PageLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, page_size, jnp.dtype(dtype).name
         )
         parts = device_parts(mesh, config)
         self.devices = {device: part for device, part in parts.items() if device.process_index == jax.process_index()}
-        self._num_pages, self._total_pages = num_pages, num_pages * mesh.shape["context"]
+        self._pools = LayerPages.of(config, mesh.shape["stage"], num_pages, num_window_pages)
+        self._num_pages, self._num_ranks = num_pages, mesh.shape["context"]
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._layers = layers_per_stage(config.num_layers, mesh.shape["stage"])
         heads = next(iter(parts.values())).part.heads
@@ -151,9 +175,11 @@ class PageTransfer:
         self._programs: dict[Any, Any] = {}
         self._compiling = threading.Lock()
 
-    def read(self, cache: PagedCache, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
+    def read(
+        self, cache: PagedCache, pages: List[int], layers: tuple[int, int], window_pages: List[int] | None = None
+    ) -> DevicePageRead:
         """Begin to copy layers `(first, stop)` of pages to the host."""
-        numbers = self._check_pages(pages)
+        numbers, checked = self._check_pages(pages), self._check(pages, window_pages)
         if not 0 <= layers[0] < layers[1] <= self.layout.num_layers:
             raise ValueError(f"layers must be a part of 0 to {self.layout.num_layers}, got {layers}")
         asked = PageSlice(layers, (0, self.layout.num_kv_heads))
@@ -164,20 +190,25 @@ class PageTransfer:
             if part is None or not here.size or not device.is_first:
                 continue
             for at, bucket in self._split(here, part):
-                rows = _pad(device.rows(numbers[at] % self._num_pages, part.layers, self._num_pages), bucket)
+                rows = device.rows(checked.take(at), part.layers, self._pools).reshape(len(at), -1)
+                # What there is no row of is read from another layer of the page.
+                rows = np.maximum(np.where(rows < 0, rows.max(1, keepdims=True), rows), 0)
+                rows = _pad(rows.reshape(-1), bucket)
                 program = self._program(shards[0].device, bucket)
                 found = program(tuple(shard.data for shard in shards), jax.device_put(rows, shards[0].device))
                 found.copy_to_host_async()
                 blocks.append(_DeviceBlock(at, part, found))
         return DevicePageRead(blocks)
 
-    def place(self, pages: List[int], block: PageBlock) -> PlacedBlock:
+    def place(self, pages: List[int], block: PageBlock, window_pages: List[int] | None = None) -> PlacedBlock:
         """Send a block to the devices that it is for, and wait until it is there; any thread may.
 
-        CPUs read the memory of numpy arrays where it is, once the block is written: see `write`.
+        `pages` and `window_pages` are those of the whole load. CPUs read the memory of numpy arrays where it is, once
+        the block is written: see `write`.
         """
         self._check_block(block, len(pages))
-        numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]
+        checked = self._check(pages, window_pages).take(slice(block.first, block.first + len(block.data)))
+        numbers = checked.numbers
         data, parts = block.data, list[_Part]()
         if self._is_cpu:
             data = np.asarray(data)
@@ -186,9 +217,14 @@ class PageTransfer:
             if part is None or not here.size:
                 continue
             for at, bucket in self._split(here, part):
-                rows = own.rows(numbers[at] % self._num_pages, part.layers, self._num_pages)
+                rows = own.rows(checked.take(at), part.layers, self._pools)
                 head = part.heads[0] - own.part.heads[0]
                 cut = _cut(data, at, part.within(block.part), bucket)
+                if (rows < 0).any():
+                    kept = np.flatnonzero(rows >= 0)
+                    if not kept.size:
+                        continue
+                    rows, cut = rows[kept], cut[_pad(kept, bucket)]
                 program = self._program(device, bucket, part.heads[1] - part.heads[0])
                 scalars = np.int32(len(rows)), np.int32(head)
                 arguments = jax.device_put((_pad(rows, bucket), *scalars, cut), device, may_alias=True)
@@ -254,14 +290,28 @@ class PageTransfer:
 
     def _compile(self, device: jax.Device, bucket: int, heads: int) -> Any:
         own, layout = self.devices[device].part.heads, self.layout
-        pool = PoolShape(layout, self._layers * self._num_pages, own[1] - own[0])
+        pool = PoolShape(layout, self._pools.total, own[1] - own[0])
         return compile_write(device, pool, bucket, heads, self._is_cpu) if heads else compile_read(device, pool, bucket)
 
     def _check_pages(self, pages: List[int]) -> np.ndarray:
-        numbers = np.asarray(pages, np.int64).reshape(-1)
-        if numbers.size and (numbers.min() < 0 or numbers.max() >= self._total_pages):
-            raise ValueError(f"pages must be from 0 to {self._total_pages - 1}, got {sorted(pages)}")
+        numbers, total = np.asarray(pages, np.int64).reshape(-1), self._num_pages * self._num_ranks
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= total):
+            raise ValueError(f"pages must be from 0 to {total - 1}, got {sorted(pages)}")
         return numbers
+
+    def _check(self, pages: List[int], window_pages: List[int] | None) -> _Pages:
+        numbers, each = self._check_pages(pages), self._pools.num_window_pages
+        if (window_pages is None) != (each == 0):
+            raise ValueError(f"window_pages must be given where layers are sliding, and only there, got {window_pages}")
+        if window_pages is None:
+            return _Pages(numbers, None)
+        window = np.asarray(window_pages, np.int64).reshape(-1)
+        if len(window) != len(numbers) or (window < -1).any():
+            raise ValueError(f"window_pages must be {len(numbers)}, each -1 or a page, got {window_pages}")
+        if (wrong := (window >= 0) & (window // each != numbers // self._num_pages)).any():
+            at = int(np.argmax(wrong))
+            raise ValueError(f"window_pages must be of their pages' ranks, got {window[at]} for page {numbers[at]}")
+        return _Pages(numbers, window)
 
     def _check_block(self, block: PageBlock, num_pages: int) -> None:
         layout, part = self.layout, block.part

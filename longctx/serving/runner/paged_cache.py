@@ -15,7 +15,7 @@ from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.fp8_rows import join_packed, pack_rows, unpack_rows
 from longctx.kernels.paged_attention.write import write_packed
 from longctx.models import LlamaConfig
-from longctx.models.layer_runs import layers_per_stage
+from longctx.serving.runner.layer_pages import LayerPages
 
 
 class PagedCache(NamedTuple):
@@ -23,9 +23,9 @@ class PagedCache(NamedTuple):
 
     FP8 pages have scales beside them, float32 `[layers * pages, K, page_size]`: a key is `e4m3 values * scale`.
 
-    Layer i of a stage has the pages from `i * pages` on. Layers share one pool because XLA's CPU backend would copy the
-    whole pool to slice a layer out of it. Over a mesh, every stage holds the pages of as many layers as the largest
-    has, and the pool is the concatenation of the ranks' pages.
+    Layer i of a stage has the pages from `i * pages` on, or with sliding layers those of `LayerPages`. Layers share one
+    pool because XLA's CPU backend would copy the whole pool to slice a layer out of it. Over a mesh, every stage holds
+    the pages of as many layers as the largest has, and the pool is the concatenation of the ranks' pages.
     """
 
     k: Shaped[Array, "layers_pages page_size K H"]
@@ -51,10 +51,11 @@ class PagedCache(NamedTuple):
         dtype: DTypeLike,
         num_ranks: int = 1,
         num_stages: int = 1,
+        num_window_pages: int = 0,
     ) -> "PagedCache":
-        """Shapes and dtypes, with `num_pages` on each of `num_ranks` ranks of each stage."""
-        layers = num_stages * layers_per_stage(config.num_layers, num_stages)
-        shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
+        """Shapes and dtypes, with `num_pages` and `num_window_pages` on each of `num_ranks` ranks of each stage."""
+        pages = LayerPages.of(config, num_stages, num_pages, num_window_pages)
+        shape = (num_stages * num_ranks * pages.total, page_size, config.num_kv_heads, config.head_dim)
         arrays = [jax.ShapeDtypeStruct(shape, bits_dtype(dtype))] * 2
         if jnp.dtype(dtype) == E4M3:
             arrays += [jax.ShapeDtypeStruct((shape[0], shape[2], shape[1]), jnp.float32)] * 2

@@ -30,9 +30,11 @@ def unused_page_index(page_size: int) -> int:
 
 
 @functools.cache
-def update_program(update: Callable[..., DeviceState], mesh: Mesh, is_fp8: bool, *static_argnames: str) -> Any:
-    """One of the functions below, jitted for a mesh, and for FP8 pages or others."""
-    shardings = state_shardings(mesh, is_fp8)
+def update_program(
+    update: Callable[..., DeviceState], mesh: Mesh, is_fp8: bool, has_window: bool, *static_argnames: str
+) -> Any:
+    """One of the functions below, jitted for a mesh, for FP8 pages or others, with window pages or without."""
+    shardings = state_shardings(mesh, is_fp8, has_window)
     return jax.jit(update, donate_argnums=0, static_argnames=static_argnames, out_shardings=shardings)
 
 
@@ -48,6 +50,7 @@ def set_entries(
     first: Int[Array, "ranks"],
     pages: Int[Array, "ranks P"],
     page_index: Int[Array, "ranks P"],
+    window_pages: Int[Array, "ranks P"] | None = None,
 ) -> DeviceState:
     """Set P entries of a slot's page tables on each rank, from entry `first[rank]` on.
 
@@ -56,15 +59,21 @@ def set_entries(
     Args:
       pages: pages of each rank.
       page_index: which page of the sequence each is; ignored on one rank.
+      window_pages: window pages of each rank, any where none is read; None: of a model without sliding layers.
     """
     stages = state.table.shape[0] // pages.shape[0]  # all of them have the same tables
-    pages, page_index, first = (jnp.tile(x, (stages,) + (1,) * (x.ndim - 1)) for x in (pages, page_index, first))
+    pages, page_index, first, window_pages = jax.tree.map(
+        lambda x: jnp.tile(x, (stages,) + (1,) * (x.ndim - 1)), (pages, page_index, first, window_pages)
+    )
     at = first[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
     at = jnp.where(pages < 0, state.table.shape[2], at)
     rank = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
     state = state._replace(table=state.table.at[rank, slot, at].set(pages, mode="drop"))
     if state.page_index is not None:
         state = state._replace(page_index=state.page_index.at[rank, slot, at].set(page_index, mode="drop"))
+    if state.window_table is not None:
+        window_pages = jnp.maximum(window_pages, 0)  # an entry that is never read has a valid page
+        state = state._replace(window_table=state.window_table.at[rank, slot, at].set(window_pages, mode="drop"))
     return state
 
 

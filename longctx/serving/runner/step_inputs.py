@@ -1,7 +1,7 @@
 """The int32 arrays that the host sends to the devices in each step, and the static sizes that fix their layout."""
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Shape(NamedTuple):
     exchange: str = "pass_q"  # of the sharded rows
     message: int = 0  # cached pages that a rank sends at a time in pass-KV and all-gather; 0: nothing is cached
     rounds: int = 1  # how many such messages a rank may send; only as many as it takes are sent
+    ffn: Literal["tensor", "all"] = "tensor"  # of the plan; with "all", replicated rows are the same on all ranks
+    num_window_pages: int = 0  # of layers with a sliding window; 0: there are none
 
     @classmethod
     def of(
@@ -36,6 +38,8 @@ class Shape(NamedTuple):
         exchange: str = "pass_q",
         message: int = 0,
         rounds: int = 1,
+        ffn: Literal["tensor", "all"] = "tensor",
+        num_window_pages: int = 0,
     ) -> "Shape":
         """The shape with (sharded, replicated, local) rows of a rank, and room for what these rows may need."""
         # A chunk of c tokens begins at most c / page_size + 1 pages, and each sequence has at most one chunk.
@@ -44,12 +48,17 @@ class Shape(NamedTuple):
         samples = min(tokens, max_running)
         entries = tokens // page_size + samples
         sizes = sharded, replicated, local, samples, entries, page_size, num_pages, num_top, ranks
-        return cls(*sizes, exchange, message, rounds)
+        return cls(*sizes, exchange, message, rounds, ffn, num_window_pages)
 
     @property
     def rows(self) -> int:
         """Rows of a rank."""
         return self.sharded + self.replicated + self.local
+
+    @property
+    def shares_ffn(self) -> bool:
+        """Whether output projections and feed-forward are sharded over the ranks."""
+        return self.ffn == "all" and self.ranks > 1
 
     @property
     def of_samples(self) -> "Shape":
@@ -105,6 +114,9 @@ class _RowInputs(NamedTuple):
     table_entries: Any  # [entries], column of the table,
     table_pages: Any  # [entries], page of this rank,
     table_page_index: Any  # [entries], and which page of its sequence it is
+    # Of layers with a sliding window, empty where there are none; an entry whose page is never read has any page.
+    window_pages: Any  # [written], as `pages`, of this rank's window pages
+    table_window_pages: Any  # [entries], as `table_pages`
 
 
 class RowInputs(_RowInputs, Packed):
@@ -116,7 +128,8 @@ class RowInputs(_RowInputs, Packed):
         several = shape.ranks if shape.ranks > 1 else 0
         sharded, groups = (several * shape.sharded,), (several * shape.replicated,)
         messages = (shape.samples if shape.message else 0,), (1 if shape.rounds > 1 else 0,)
-        return (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4
+        sizes = (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4
+        return (*sizes, *((written, entries) if shape.num_window_pages else ((0,), (0,))))
 
     @classmethod
     def empty(cls, shape: Shape) -> tuple[np.ndarray, "RowInputs"]:

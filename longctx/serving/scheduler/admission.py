@@ -25,14 +25,7 @@ from longctx.serving.scheduler.sequence import Sequence, State
 
 def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]:
     """The pages of its longest prefix that is in the cache; at least one token is left to compute."""
-    pages: list[int] = []
-    if sequence.may_share:
-        for key in sequence.keys[: (sequence.length - 1) // page_size]:
-            page = pool.find(key)
-            if page is None:
-                break
-            pages.append(page)
-    return pages
+    return pool.leading(sequence.keys[: (sequence.length - 1) // page_size]) if sequence.may_share else []
 
 
 # The share of the rows of prompts below which a sequence is too slow to be waited for by a more urgent one.
@@ -400,10 +393,12 @@ class Admission:
         self._ends = None
         self._running.begin_prefill(sequence, found, plan.placement, plan.stop, plan.total)
         sequence.registered, sequence.computed = plan.num_full, plan.num_full * page_size
-        if len(found) > plan.num_full:
+        if is_partial := len(found) > plan.num_full:
             assert sequence.partial_page is not None
-            self._pool.forget(found[-1])  # it is written to from now on
             sequence.computed += sequence.partial_page.tokens
+        windows = self._running.begin_windows(sequence)
+        if is_partial:
+            self._pool.forget(found[-1])  # it is written to from now on
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
         lost = max(0, sequence.tokens_to_recompute - max(sequence.computed, sequence.available))
         sequence.recomputed += lost
@@ -414,7 +409,7 @@ class Admission:
             self._growth.grow(sequence)
         assert sequence.slot is not None
         if found:
-            batch.tables.append(TableRun(sequence.slot, 0, list(found)))
+            batch.tables.append(TableRun(sequence.slot, 0, list(found), windows))
         batch.admitted.append(sequence)
         sequence.slack = relative_slack(sequence, now)
         self.waiting.remove(sequence)

@@ -1,6 +1,7 @@
 """Steps as plain data, which the scheduler makes and an executor runs, and the work that each asks of context ranks."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,11 +29,15 @@ class Chunk(NamedTuple):
 
 
 class TableRun(NamedTuple):
-    """Entries of a page table: those of `slot` from `first` on become `pages`."""
+    """Entries of a page table: those of `slot` from `first` on become `pages`.
+
+    `windows`: the window page of each of them, or `NO_PAGE`; empty if no layer has a window.
+    """
 
     slot: int
     first: int
     pages: list[int]
+    windows: List[int] = ()
 
 
 class Exchange(NamedTuple):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.placement import Grown, Need, Placement, Placer
+from longctx.serving.kv_cache.window_pages import NO_PAGE
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence
@@ -311,7 +312,8 @@ class PagePlanner:
             or sequence.available > (num_full + 1) * self._running.page_size  # it is loaded with what follows
         ):
             return None
-        return self._pool.find(page.key)
+        found, windows = self._pool.find(page.key), self._pool.windows
+        return None if windows is not None and found is not None and windows.find(found) == NO_PAGE else found
 
 
 # Of the pages, what a reservation leaves for those that stay. With none, a reservation that takes just what comes back

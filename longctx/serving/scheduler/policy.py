@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from longctx.annotations import Real
 
@@ -217,7 +217,8 @@ class InputLengthAwareSlack(LeastRelativeSlack):
         return min(self.max_share, max(0.0, 1.0 - relative_slack(sequence, now), sequence.due_share))
 
 
-POLICIES: dict[str, Callable[[float], Policy]] = {
+PolicyName = Literal["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"]
+POLICIES: dict[PolicyName, Callable[[float], Policy]] = {
     "fcfs": lambda max_share: FirstComeFirstServed(),
     "edf": lambda max_share: EarliestDeadlineFirst(),
     "srpf": lambda max_share: ShortestRemainingPrefill(),
@@ -227,7 +228,7 @@ POLICIES: dict[str, Callable[[float], Policy]] = {
 }
 
 
-def make_policy(name: str | Policy, max_share: float) -> Policy:
+def make_policy(name: PolicyName | Policy, max_share: float) -> Policy:
     """One of `POLICIES`, or what is a policy already.
 
     Raises:

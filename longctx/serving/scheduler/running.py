@@ -3,11 +3,12 @@
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad, PageStore
 from longctx.serving.kv_cache.page_pool import Key, PageListener, PagePool
 from longctx.serving.kv_cache.placement import Grown, Placement
+from longctx.serving.kv_cache.window_pages import NO_PAGE, WindowPages
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -101,6 +102,7 @@ class Running:
         self.pool, self.page_size, self.stores = pool, page_size, stores
         self.max_running, self.slots = max_running, Slots(max_running)
         self.prompt_rows = 0
+        self._advanced: list[Sequence] = []  # whose prompts the last step read on
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
 
@@ -164,13 +166,15 @@ class Running:
         sequence.to(State.DECODING)
         bisect.insort(self.decoding, sequence, key=_priority_order)
 
-    def extend(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Allocate the pages of its tokens up to `tokens`, promised ones first; returns the new pages."""
-        first = len(sequence.pages)
-        if tokens <= first * self.page_size:
-            return []
-        placement = sequence.placement
+    def extend(self, sequence: Sequence, tokens: int, computed: int) -> TableRun:
+        """Allocate the pages of its tokens up to `tokens`, promised ones first; returns the new pages.
+
+        Args:
+          computed: the token that is computed next, which sees the window pages before it.
+        """
+        first, placement = len(sequence.pages), sequence.placement
         assert placement is not None
+        assert sequence.slot is not None
         for number in range(first, self.pages_of(tokens)):
             rank = placement.rank(number)
             reserved = sequence.reserved[rank] > 0
@@ -179,7 +183,7 @@ class Running:
             sequence.rank_pages[rank] += 1
             if rank not in sequence.ranks:
                 sequence.ranks = tuple(sorted((*sequence.ranks, rank)))
-        return sequence.pages[first:]
+        return TableRun(sequence.slot, first, sequence.pages[first:], self._extend_windows(sequence, computed))
 
     def register(self, sequence: Sequence) -> None:
         """Offer full pages, whose tokens are known and planned to be computed, for sharing."""
@@ -193,6 +197,64 @@ class Running:
             new = (i for i, is_new in enumerate(are_new, first) if is_new)
             self.stores.note(PageStore(keys[i], pages[i], i, tenant, keys[i - 1] if i else b"") for i in new)
         sequence.registered = max(first, full)
+
+    # Window pages.
+
+    def begin_windows(self, sequence: Sequence) -> list[int]:
+        """Hold the window pages that the first token of an admitted sequence sees; `NO_PAGE` for pages before."""
+        return self._extend_windows(sequence, sequence.computed)
+
+    def note_advance(self, sequence: Sequence) -> None:
+        """Note that a prompt's next tokens are planned: later ones see fewer window pages."""
+        if self.pool.windows is not None:
+            self._advanced.append(sequence)
+
+    def release_seen(self) -> None:
+        """Give back the window pages that no row sees from this step on, of the prompts in the last one.
+
+        Decodes give back theirs when they get a new page. A row that is planned already runs before what a later one
+        writes over them.
+        """
+        for sequence in self._advanced:
+            self._release_windows(sequence, sequence.computed)
+        self._advanced.clear()
+
+    def can_resume(self, sequence: Sequence, computed: int) -> bool:
+        """Whether a sequence whose load came short holds the window pages that token `computed` sees."""
+        windows = self.pool.windows
+        if windows is None:
+            return True
+        first = max(0, computed // self.page_size - windows.span)
+        return NO_PAGE not in sequence.window_pages[first : self.pages_of(computed)]
+
+    def _extend_windows(self, sequence: Sequence, computed: int) -> list[int]:
+        """Hold window pages for the new pages of a sequence that token `computed`, or one after it, sees."""
+        windows, held = self.pool.windows, sequence.window_pages
+        if windows is None:
+            return held
+        self._release_windows(sequence, computed)
+        first, seen = len(held), computed // self.page_size - windows.span
+        for number in range(first, len(sequence.pages)):
+            held.append(windows.hold(sequence.pages[number]) if number >= seen else NO_PAGE)
+        return held[first:]
+
+    def _release_windows(self, sequence: Sequence, computed: int) -> None:
+        """Give back the window pages of a sequence that neither token `computed` nor a later one sees.
+
+        Results in flight may tell that it has ended before them: those that its last page sees are kept till then.
+        """
+        windows = self.pool.windows
+        assert windows is not None
+        token = min(computed, sequence.length - sequence.in_flight - 1)
+        self._release_before(windows, sequence, token // self.page_size - windows.span)
+
+    def _release_before(self, windows: WindowPages, sequence: Sequence, stop: int) -> None:
+        held = sequence.window_pages
+        for number in range(sequence.window_first, min(stop, len(held))):
+            if held[number] != NO_PAGE:
+                windows.release(held[number], self.pool.is_found(sequence.pages[number]))
+                held[number] = NO_PAGE
+        sequence.window_first = max(stop, sequence.window_first)
 
     def _announce(self, listener: PageListener, sequence: Sequence, first: int, are_new: list[bool]) -> None:
         """Tell of those full pages of a sequence, from page `first` on, that can be found since now."""
@@ -212,7 +274,10 @@ class Running:
         self.slots.give_back(sequence.slot, free_from)
         self.pool.unreserve(sequence.reserved)
         self.pool.promise(-sequence.promised)
+        if self.pool.windows is not None:
+            self._release_before(self.pool.windows, sequence, len(sequence.window_pages))
         self.pool.release(sequence.pages, sequence.order)
+        sequence.window_pages, sequence.window_first = [], 0
         sequence.slot, sequence.reserved, sequence.pages = None, [], []
         sequence.ranks, sequence.rank_pages = (), []
         sequence.claim = sequence.promised = 0
@@ -236,6 +301,9 @@ class PageLoads:
     What is available there is a hint, of when a request came: a load that comes short costs time, and the rest of it is
     computed. A load ends in wall time, and never blocks a step: its sequence has slot and pages meanwhile, and no rows.
 
+    Args:
+      restart: lets a sequence wait again, with nothing.
+
     Attributes:
       dropped: sequences whose loads are no longer wanted, since the last batch.
       missed: pages that loads did not bring, from tiers and from other engines (`"transfers"`).
@@ -244,8 +312,8 @@ class PageLoads:
     Source: Mooncake, section 3 (KVCache reuse), and 5.2 (when loading pays).
     """
 
-    def __init__(self, running: Running, forecast: Forecast) -> None:
-        self._running, self._forecast = running, forecast
+    def __init__(self, running: Running, forecast: Forecast, restart: Callable[[Sequence], None]) -> None:
+        self._running, self._forecast, self._restart = running, forecast, restart
         self.seconds_per_page: float | None = None
         self.dropped: list[str] = []
         self._loading: dict[str, Sequence] = {}  # by the names of their loads
@@ -270,9 +338,8 @@ class PageLoads:
             first = sequence.computed // self._running.page_size
             tokens = min((first + count) * self._running.page_size, sequence.available)
             assert sequence.slot is not None
-            new = len(sequence.pages)
-            if pages := self._running.extend(sequence, tokens):
-                batch.tables.append(TableRun(sequence.slot, new, pages))
+            if tokens > len(sequence.pages) * self._running.page_size:
+                batch.tables.append(self._running.extend(sequence, tokens, tokens))
             sequence.to(State.LOADING)
             sequence.loading_until = tokens
             # No two loads have one name, whatever becomes of their sequence: who is late can't end another one's.
@@ -298,6 +365,9 @@ class PageLoads:
             sequence.available = 0  # the rest is computed
             missed = self._running.pages_of(sequence.loading_until) - self._running.pages_of(tokens)
             self.missed[TIERS if sequence.source == TIERS else "transfers"] += missed
+            if not self._running.can_resume(sequence, tokens):
+                self._restart(sequence)
+                return sequence
         sequence.computed = tokens
         if loaded.num_pages and sequence.source == TIERS:
             seconds = loaded.seconds / loaded.num_pages

@@ -20,7 +20,7 @@ from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.scheduler.admission import Admission
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
+from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast, PromptTime
 from longctx.serving.scheduler.page_planner import Growth, PagePlanner
@@ -84,7 +84,7 @@ class Scheduler:
             self.is_optimistic,
         )
         self.waiting = self.admission.waiting
-        self.loads = PageLoads(self.running, self.forecast)
+        self.loads = PageLoads(self.running, self.forecast, self._preempt)
         self._all_ranks = tuple(range(self.plan.context))
         self._page_size = page_size
         self.num_preempted = 0
@@ -93,8 +93,7 @@ class Scheduler:
 
     def count_cached(self, keys: List[Key]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""
-        missing = (i for i, key in enumerate(keys) if self.pool.find(key) is None)
-        return next(missing, len(keys)) * self._page_size
+        return len(self.pool.leading(keys)) * self._page_size
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue; it has been checked."""
@@ -133,6 +132,7 @@ class Scheduler:
         batch = Batch(self.num_steps)
         if self.stores is not None:
             self.stores.step = batch.index
+        self.running.release_seen()
         self.forecast.rescale_predictions(self.waiting, self.running.prefilling)
         self._plan_decodes(batch)
         self.running.slots.reclaim(batch.index)
@@ -217,7 +217,7 @@ class Scheduler:
                 elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
-            ranks = all_ranks or sequence.ranks
+            ranks = all_ranks or self.plan.computing_ranks(sequence.ranks)
             chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
             sequence.computed = start + 1
             sequence.length += 1
@@ -279,6 +279,7 @@ class Scheduler:
         batch.chunks.append(chunk)
         sequence.computed += count
         self.running.prompt_rows += count
+        self.running.note_advance(sequence)
         self.running.register(sequence)
         if chunk.samples:
             sequence.length += 1
@@ -291,10 +292,8 @@ class Scheduler:
 
     def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:
         """Give a sequence the pages of its first `tokens` tokens."""
-        first = len(sequence.pages)
-        if tokens > first * self._page_size:
-            assert sequence.slot is not None
-            batch.tables.append(TableRun(sequence.slot, first, self.running.extend(sequence, tokens)))
+        if tokens > len(sequence.pages) * self._page_size:
+            batch.tables.append(self.running.extend(sequence, tokens, sequence.computed))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preempted += 1

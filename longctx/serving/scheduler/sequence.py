@@ -59,6 +59,8 @@ class Sequence:
     state: State = State.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)  # of each page, or `NO_PAGE`; empty: no layer has a window
+    window_first: int = 0  # the first page whose window page it may hold
     placement: Placement | None = None  # of pages to come
     ranks: tuple[int, ...] = ()  # that its pages are on
     rank_pages: list[int] = field(default_factory=list)  # how many of them each rank has; empty: none has any
@@ -98,7 +100,7 @@ class Sequence:
         """For looking ahead: without its completion, and with the same keys, which a look ahead only reads."""
         memo[id(self)] = twin = copy.copy(self)
         twin.completion, twin.pages, twin.reserved = None, self.pages.copy(), self.reserved.copy()
-        twin.rank_pages = self.rank_pages.copy()
+        twin.rank_pages, twin.window_pages = self.rank_pages.copy(), self.window_pages.copy()
         twin.placement = None if self.placement is None else self.placement.copy()
         return twin
 

@@ -209,14 +209,14 @@ class StepBudget:
         assert placement is not None
         first, stop = len(sequence.pages), -(-(sequence.computed + count) // self._page_size)
         if stop <= first:
-            return Share(count, sequence.ranks, False)
+            return Share(count, self._plan.computing_ranks(sequence.ranks), False)
         rank = placement.rank(first)
         if stop == first + 1 or placement.until(first, (rank,)) >= stop:
             ranks = sequence.ranks if rank in sequence.ranks else (*sequence.ranks, rank)
         else:
             new = placement.counts(first, stop)
             ranks = (*{*sequence.ranks, *(rank for rank, pages in enumerate(new) if pages)},)
-        return Share(count, ranks if len(ranks) == 1 else tuple(sorted(ranks)), False)
+        return Share(count, self._plan.computing_ranks(tuple(sorted(ranks))), False)
 
     def take_whole(self, sequence: Sequence) -> bool:
         """Take all of a prompt, if there is room for it."""

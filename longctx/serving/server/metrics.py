@@ -198,6 +198,8 @@ class ServerMetrics(RenderedMetrics):
             ("backlog_seconds", "Predicted seconds of all prompts' tokens to compute.", load.backlog_seconds),
             ("pages_free", "Pages that can be promised to sequences.", load.free_pages),
             ("pages_cached", "Pages that can be found by their contents.", stats.pages_cached),
+            ("window_pages_held", "Window pages that sequences hold.", stats.window_pages_held),
+            ("window_pages_cached", "Window pages that no sequence holds.", stats.window_pages_cached),
         ):
             yield gauge(_PREFIX + name, help, labels, value)
         pages = {str(rank): count for rank, count in enumerate(load.pages_by_rank)}

@@ -250,7 +250,7 @@ def _sizes(devices: int, most: int) -> list[int]:
 
 
 def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[ParallelPlan]:
-    """Ways to place pages: on one rank after the other with different limits, or round robin."""
+    """Ways to place pages: on one rank after the other with different limits, or round robin; with Helix too."""
     if ranks == 1:
         yield ParallelPlan(stage, 1, tensor)
         return
@@ -260,7 +260,9 @@ def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[P
         if limit >= _FIRST[1]:
             for exchange in ("kvp", "auto"):
                 yield ParallelPlan(stage, ranks, tensor, exchange, rank_tokens=limit)
+            yield ParallelPlan(stage, ranks, tensor, rank_tokens=limit, ffn="all")
     yield ParallelPlan(stage, ranks, tensor, placement="interleave")
+    yield ParallelPlan(stage, ranks, tensor, "kvp", "interleave", ffn="all")
 
 
 def evaluate(
