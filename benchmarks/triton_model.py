@@ -1,18 +1,17 @@
-"""Predicts a decode step over pages by the Triton kernel from its machine code: `python -m benchmarks.triton_model`.
+"""Predicts the time of attention by the Triton kernel from its machine code: `python -m benchmarks.triton_model`.
 
-Nothing was measured. Memory moves each byte once, at a part of the data sheet's bandwidth. A multiprocessor issues the
-instructions of the loop without a mask for its share of the blocks, one for each scheduler and cycle, and its tensor
-cores multiply. The optimistic figure hides the lesser of the two behind the greater, the pessimistic one adds them.
-
-It compiles for a GPU that is not here, so PYTHONPATH must have the CUDA plugin (`.venv/aot`).
+A warp's instructions for a block of keys without a mask are counted by the unit that runs them, from the kernel as
+assembled for a GPU. If units overlap perfectly, the busiest one takes the time; if the tensor cores never overlap with
+the rest, it takes their sum. Memory moves each byte once. Nothing is fitted, nothing was measured: the figures are
+predictions. Not in them: blocks with a mask, the latency of the first block, and the second-level cache.
 """
 
+import argparse
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,115 +20,104 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import cuda_tools, sass
 from benchmarks.h100 import TARGETS, gpu_mesh
-from longctx.kernels import paged_attention, plan_paged_attention
+from benchmarks.sass import Loop
+from longctx.kernels import attention
+from longctx.kernels.attention.triton import RowTiles
 from longctx.kernels.triton.tile_config import TileConfig
-from longctx.models import LlamaConfig
-from longctx.models.footprint import kv_row_bytes, weight_bytes
 
-# Assumed: the part of the memory's bandwidth that can be had, and the start and end of a kernel in a CUDA graph.
-MEMORY_SHARE = 0.92
-KERNEL_SECONDS = 2e-6
-# Kernels of a layer besides the two of attention: products, norms, rotary embedding, the write of pages.
-OTHER_KERNELS = 12
-SCHEDULERS = 4  # of a multiprocessor
-PAGE_SIZE = 16
+# A multiprocessor has four parts, each of which issues an instruction a cycle.
+_PARTS = 4
 
 
-class Rates(NamedTuple):
-    """A GPU's boost clock, Hz, and the cycles of a tensor core for one `mma.m16n8k16` that sums in float32."""
+@dataclass(frozen=True)
+class Gpu:
+    """What the data sheet says of a multiprocessor's part: cycles of a warp's instruction, and the clock in Hz.
 
+    Attributes:
+      product: of mma.m16n8k16 with 16-bit factors and sums in float32.
+      exponential: of MUFU.
+      arithmetic: of float32 and of integers, which share lanes or do not.
+    """
+
+    architecture: str
     clock: float
-    product_cycles: int
+    product: int
+    exponential: int
+    arithmetic: float
 
 
-RATES = {"A100": Rates(1.41e9, 8), "RTX 4090": Rates(2.52e9, 16)}
+GPUS = {
+    "A100": Gpu("sm_80", 1.41e9, product=8, exponential=8, arithmetic=2),
+    "RTX 4090": Gpu("sm_89", 2.52e9, product=32, exponential=8, arithmetic=1),
+}
+_MEMORY_SHARE = 0.92  # as in `kernel_model`
 
 
-class Loop(NamedTuple):
-    """The loop over blocks without a mask, for each warp: instructions, and products among them."""
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a causal prefill: with all units overlapping, and with the tensor cores apart from the rest."""
 
-    instructions: int
-    products: int
+    least: float
+    most: float
+    memory: float
+    flops: float
 
-
-class Prediction(NamedTuple):
-    """Predicted seconds of a step, and of attention in one layer: optimistic and pessimistic."""
-
-    step: tuple[float, float]
-    attention: tuple[float, float]
-
-
-def loop_of(ptx: str) -> Loop:
-    """The loop without a mask of the attention kernel's PTX."""
-    (architecture,) = re.findall(r"(?m)^\.target (\w+)", ptx)
-    program = sass.parse(cuda_tools.assemble(ptx, cuda_tools.NEWEST, architecture).sass)
-    loops = [loop for loop in program.loops if loop.families["HMMA"]]
-    inner = [a for a in loops if not any(a is not b and a.start <= b.start and b.stop <= a.stop for b in loops)]
-    # Blocks without a mask come first.
-    first = min(inner, key=lambda loop: loop.start)
-    return Loop(len(first.body), first.families["HMMA"])
+    @property
+    def row(self) -> str:
+        low, high = (self.flops / max(x, self.memory) / 1e12 for x in (self.most, self.least))
+        times = [max(x, self.memory) * 1e3 for x in (self.least, self.most)]
+        return f"{times[0]:.2f} to {times[1]:.2f} ms, {low:.0f} to {high:.0f} TFLOP/s"
 
 
-def compile_decode(kind: str, config: LlamaConfig, batch: int, tokens: int, folder: Path) -> str:
-    """The PTX of the attention kernel of a step in which each sequence of a batch decodes."""
+def step_of(kind: str, tokens: int, heads: int, kv_heads: int, size: int) -> Loop:
+    """The loop over blocks without a mask of the forward kernel in bfloat16."""
     mesh = gpu_mesh(kind, context=1)
     there = NamedSharding(mesh, P())
-
-    def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=there)
-
-    entries = tokens // PAGE_SIZE
-    q = array("bfloat16", batch, config.num_heads, config.head_dim)
-    pages = array("uint16", batch * entries, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    metadata = array("int32", batch, entries), None, *(array("int32", batch),) * 3
-
-    def attend(q: jax.Array, pages: jax.Array, *metadata: jax.Array) -> jax.Array:
-        plan = plan_paged_attention(q.shape[1], pages, *metadata, q_dtype=q.dtype, max_rows_per_sequence=1)
-        return paged_attention(q, pages, pages, *metadata, plan=plan)[0]
-
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(attend).lower(q, pages, *metadata)
-    lowered.compile({"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"})
-    (ptx,) = (text for path in folder.glob("*.ptx") if ".entry paged_attention" in (text := path.read_text()))
-    return ptx
+    q, k = (jax.ShapeDtypeStruct((tokens, n, size), jnp.bfloat16, sharding=there) for n in (heads, kv_heads))
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+        program = jax.jit(lambda q, k, v: attention(q, k, v, implementation="triton")).lower(q, k, k)
+        program.compile({"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+    (ptx,) = [text for text in texts if ".entry attention_forward" in text]
+    header, *entries = re.split(r"(?=\.visible \.entry)", ptx)
+    (entry,) = [x for x in entries if ".entry attention_forward" in x]
+    code = cuda_tools.assemble(header + entry, cuda_tools.OLDEST, GPUS[kind].architecture)
+    loops = [loop for loop in sass.parse(code.sass).loops if loop.count("HMMA")]
+    # The loop with a mask compares, and so is longer.
+    return min(loops, key=lambda loop: len(loop.body))
 
 
-def predict(kind: str, config: LlamaConfig, batch: int, tokens: int, loop: Loop) -> Prediction:
-    """The prediction for one GPU with all of a model in bfloat16, each sequence of which has so many tokens."""
-    target, rates = TARGETS[kind], RATES[kind]
-    group = config.num_heads // config.num_kv_heads
-    tiles = TileConfig.paged(config.head_dim, "bfloat16", group, is_fp8=False)
-    bandwidth = MEMORY_SHARE * target.bandwidth * 1e9
-    items = batch * config.num_kv_heads
-    blocks = items * -(-tokens // tiles.block_kv)
-    pieces = items + target.multiprocessors * 8 // tiles.num_warps
-    moved = 2 * batch * tokens * config.num_kv_heads * kv_row_bytes(config.head_dim, 2)
-    moved += 2 * 4 * pieces * tiles.block_q * (config.head_dim + 1)
-    cycles = max(loop.instructions, loop.products * rates.product_cycles) * tiles.num_warps / SCHEDULERS
-    memory, compute = moved / bandwidth, blocks / target.multiprocessors * cycles / rates.clock
-    start = 2 * KERNEL_SECONDS
-    attention = max(memory, compute) + start, memory + compute + start
-    rest = weight_bytes(config) / bandwidth + config.num_layers * OTHER_KERNELS * KERNEL_SECONDS
-    low, high = (config.num_layers * x + rest for x in attention)
-    return Prediction((low, high), attention)
+def predict(kind: str, tokens: int, heads: int, kv_heads: int, size: int) -> Prediction:
+    gpu, target = GPUS[kind], TARGETS[kind]
+    tiles = TileConfig.forward(size, size, jnp.bfloat16, tokens * heads // kv_heads)
+    loop = step_of(kind, tokens, heads, kv_heads, size)
+    products, exponentials = loop.count("HMMA") * gpu.product, loop.count("MUFU") * gpu.exponential
+    lanes = sum(x.family[:1] in "FI" or x.family in ("LOP3", "SEL", "PRMT") for x in loop.body) * gpu.arithmetic
+    issued = len(loop.body)
+    rest = max(exponentials, lanes, issued)
+    cycles = [x * tiles.num_warps / _PARTS for x in (max(products, rest), products + rest)]
+    rows = RowTiles.of(tokens, heads // kv_heads, tiles.block_q)
+    # On average half of the keys are seen; tiles are many and long ones begin first, so that all end together.
+    blocks = rows.num * rows.parts * kv_heads * tokens / 2 / tiles.block_kv / target.multiprocessors
+    moved = 2 * tokens * size * 2 * (heads + kv_heads)
+    return Prediction(
+        least=blocks * cycles[0] / gpu.clock,
+        most=blocks * cycles[1] / gpu.clock,
+        memory=moved / (target.bandwidth * 1e9 * _MEMORY_SHARE),
+        flops=2 * tokens * tokens * heads * size,
+    )
 
 
-CASES = [("A100", "llama-3-8b", 64, 4096), ("A100", "llama-3-8b", 8, 32768), ("RTX 4090", "llama-3-8b", 8, 4096)]
-
-
-def main(argv: Sequence[str]) -> int:
-    print("| GPU | model | sequences x tokens | attention of a layer, ms | step, ms |\n|---|---|---|---|---|")
-    for kind, model, batch, tokens in CASES:
-        config = LlamaConfig.preset(model)
-        with tempfile.TemporaryDirectory() as folder:
-            loop = loop_of(compile_decode(kind, config, batch, tokens, Path(folder)))
-        found = predict(kind, config, batch, tokens, loop)
-        attention, step = (
-            " to ".join(f"{1e3 * x:.{n}f}" for x in y) for y, n in ((found.attention, 3), (found.step, 1))
-        )
-        print(f"| {kind} | {model} | {batch} x {tokens} | {attention} | {step} |")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    options = parser.parse_args(arguments)
+    print("Predictions from machine code, not measurements: causal prefill, bfloat16, 32 query and 8 KV heads")
+    for kind in GPUS:
+        for size in (64, 128, 256):
+            print(f"{kind:<10}H={size:<5}{predict(kind, options.tokens, 32, 8, size).row}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
-from longctx.models.layer_runs import layers_per_stage
 from longctx.models.params import Ffn
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingLevel
+from longctx.serving.runner.layer_pages import LayerPages
 from longctx.serving.runner.layered_step import compile_layered_step
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sample_step import compile_samplers
@@ -40,13 +40,14 @@ def abstract_state(
     num_pages: int = NUM_PAGES,
     sections: tuple[int, int, int] = (64, 64, 64),
     kv_dtype: object = None,
+    num_window_pages: int = 0,
 ) -> DeviceState:
-    is_fp8 = kv_dtype == "float8_e4m3fn"
+    is_fp8, has_window = kv_dtype == "float8_e4m3fn", num_window_pages > 0
     stages, ranks = mesh.shape["stage"], mesh.shape["context"]
-    specs, each = state_specs(stages, ranks, is_fp8), stages * ranks
+    specs, each = state_specs(stages, ranks, is_fp8, has_window), stages * ranks
     sharded = device_config(config, mesh)
-    layers = stages * layers_per_stage(config.num_layers, stages)
-    pool = (ranks * layers * num_pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
+    pages = each * LayerPages.of(config, stages, num_pages, num_window_pages).total
+    pool = (pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
     pools = (jax.ShapeDtypeStruct(pool, jnp.uint8 if is_fp8 else bits_dtype(dtype)),) * 2
     scales = (jax.ShapeDtypeStruct((pool[0], pool[2], pool[1]), jnp.float32),) * 2 if is_fp8 else ()
     entries = config.max_positions // PAGE_SIZE
@@ -58,6 +59,7 @@ def abstract_state(
         jax.ShapeDtypeStruct((SLOTS,), jnp.int32),
         jax.ShapeDtypeStruct((SLOTS, config.vocab_size), jnp.uint32),
         LogitBias(*(jax.ShapeDtypeStruct((SLOTS, MAX_LOGIT_BIAS), x) for x in (jnp.int32, jnp.float32))),  # type: ignore
+        jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32) if has_window else None,
     )
     return jax.tree.map(lambda x, spec: on_mesh(mesh, x, spec), shapes, specs)
 
@@ -96,13 +98,14 @@ def compile_step(
     """Compile the step for the devices of a mesh: one program, or those of `layered_step`."""
     size = (mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape))
     inputs = on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), P("stage", "context")), _samples(mesh, shape)
-    state = abstract_state(mesh, dtype, config, shape.num_pages, sections, kv_dtype)
+    state = abstract_state(mesh, dtype, config, shape.num_pages, sections, kv_dtype, shape.num_window_pages)
     params = abstract_params(mesh, dtype, config, layered, shape.ffn)
     starts = (sections[0], sections[0] + sections[1])
     arguments = (Llama(config), mesh, params, state, *inputs, shape, starts)
     if layered:
         return compile_layered_step(*arguments)
-    return step_program(mesh, config.quantization is not None, kv_dtype is not None).lower(*arguments).compile()
+    kinds = config.quantization is not None, kv_dtype is not None, config.sliding_window is not None
+    return step_program(mesh, *kinds).lower(*arguments).compile()
 
 
 def compile_sampling(

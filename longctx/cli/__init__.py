@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": "Hide pass keys in a long document and ask the built-in model for them.",
     "doctor": "Check this machine: versions, devices, links, compile cache, extras, and what would be picked here and "
     "why. With --model, check all files of a checkpoint. A line for each problem; exit status 1 if there is any.",
-    "generate": "Continue a prompt with a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint.",
+    "generate": "Continue a prompt with a Llama, Mistral, Qwen2.5, Qwen3 or Gemma 3 checkpoint.",
     "group-secret": "Print a new secret, which all processes of a group then get by --group-secret-file.",
     "plan": "Search the parallel plan of a model on up to N GPUs: what meets a target, and why others don't.",
     "profile": "Measure an engine's steps and fit the runtime predictor that scheduling uses.",

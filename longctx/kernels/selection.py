@@ -12,7 +12,7 @@ from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 from longctx.kernels.triton.device import unsupported_device
-from longctx.kernels.triton.tile_config import LARGEST_FLOAT32_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_PAGES
+from longctx.kernels.triton.tile_config import LARGEST_FLOAT32_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_PAGES, padded
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
@@ -173,11 +173,13 @@ def _triton_lacks(case: Case) -> str | None:
         return f"needs a head size of at most {largest}, got {size}"
     if case.has_bias:
         return "needs scores without bias"
-    if case.page_size is not None and max(case.head_size, case.value_size) > LARGEST_HEAD_OF_PAGES:
-        sizes = f"{case.head_size} and {case.value_size}"
-        return f"needs pages with a head size of at most {LARGEST_HEAD_OF_PAGES}, got {sizes}"
+    if case.page_size is not None and case.head_size > LARGEST_HEAD_OF_PAGES:
+        return f"needs pages with a head size of at most {LARGEST_HEAD_OF_PAGES}, got {case.head_size}"
+    # The plan of a step knows the size of keys alone.
+    if case.page_size is not None and padded(case.value_size) > padded(case.head_size):
+        return f"needs pages with values no larger than keys, {case.head_size}, got {case.value_size}"
     if case.is_fp8 and (case.head_size % 2 or case.value_size % 2):
-        return f"needs FP8 pages with an even head size, got {case.head_size} and {case.value_size}"
+        return f"needs FP8 pages with even head sizes, got {case.head_size} and {case.value_size}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2.5 and Qwen3: configuration, forward pass, checkpoints and tokenizers."""
+"""Llama, Mistral, Qwen2.5, Qwen3 and Gemma 3: configuration, forward pass, checkpoints and tokenizers."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What the queries of a layer attend to: a callable that the caller of a model gives, and dense causal attention."""
+"""Attention of the layers of a model: the callable that a caller gives, and dense causal attention."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def load_checkpoint(
     apart: bool | None = None,
     ffn: Ffn = "tensor",
 ) -> tuple[Llama, Params]:
-    """Load a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint: `config.json` and safetensors files, or a GGUF file.
+    """Load a Llama, Mistral, Qwen2.5, Qwen3 or Gemma 3 checkpoint: `config.json` and safetensors, or a GGUF file.
 
     Quantised tensors of a GGUF file are dequantised to float32, and then converted to `dtype`.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longctx.annotations import Real
-from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
+from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
 
 # The largest rotary base and scale that are accepted, far above those of published models: frequencies stay finite.
 _MAX_THETA, _MAX_SCALE = 1e15, 1e6
@@ -64,11 +64,14 @@ class YarnScaling:
     beta_fast: Real = 32.0
     beta_slow: Real = 1.0
     explicit_attention_factor: Real | None = None
+    truncate: bool = True
 
     def scale(self, inv_freq: np.ndarray, theta: Real) -> np.ndarray:
         pairs = inv_freq.shape[0]
-        low = max(math.floor(self._dimension(self.beta_fast, pairs, theta)), 0)
-        high: float = min(math.ceil(self._dimension(self.beta_slow, pairs, theta)), 2 * pairs - 1)
+        low, high = (self._dimension(beta, pairs, theta) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:  # gpt-oss does not
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0.0), min(high, 2 * pairs - 1.0)
         if low == high:
             high += 0.001  # as transformers does, to avoid a division by zero
         stretched = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
@@ -150,6 +153,8 @@ def _check_scaling(scaling: RopeScaling) -> None:
             continue
         if field.name == "original_max_positions":
             check_integer(field.name, value, 1, MAX_INT32)
+        elif field.name == "truncate":
+            check_bool(field.name, value)
         else:
             check_real(field.name, value, 1 / _MAX_SCALE, _MAX_SCALE)
 
@@ -211,5 +216,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     kind = next(name for name, cls in _KINDS.items() if type(rope.scaling) is cls)
     fields = {HF_NAMES.get(name, name): value for name, value in dataclasses.asdict(rope.scaling).items()}
+    if fields.get("truncate"):  # which older versions of transformers don't know
+        del fields["truncate"]
     present = {name: value for name, value in fields.items() if value is not None}
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **present}}

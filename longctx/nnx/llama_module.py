@@ -158,7 +158,7 @@ def to_nnx(
     alone.
 
     Args:
-      model, params: of `load_checkpoint`, or `model.init`: Llama, Mistral, Qwen2.5 or Qwen3. Layers that are apart, as
+      model, params: of `load_checkpoint`, or `model.init`: of any family. Layers that are apart, as
         `load_checkpoint` gives them on accelerators, are stacked, which is a copy (`apart=False` there avoids it).
         Arrays that are where the module wants them are its own from then on, not copied: a step that donates the module
         deletes them.

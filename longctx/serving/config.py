@@ -234,24 +234,28 @@ class EngineConfig:
         """
         if window is None:
             return 0
-        is_dealt = plan.placement == "interleave"
-        needs = WindowNeeds(
-            window_span(window, self.page_size),
-            self.page_size,
-            self.max_running,
-            self.run_ahead,
-            self.token_budget * (plan.context if plan.shards_rows else 1),
-            -(-max_length // self.page_size),
-            plan.context if is_dealt else 1,
-            0 if self.tiers is None else plan.stage + 1,
-        )
-        least = min(num_pages, needs.per_rank)
+        least = min(num_pages, self.window_needs(window, plan, max_length).per_rank)
         if self.num_window_pages is not None and self.num_window_pages < least:
             raise ValueError(
                 f"num_window_pages must be at least {least} for max_running={self.max_running} and a window of "
                 f"{window} tokens, got {self.num_window_pages}"
             )
         return min(num_pages, self.num_window_pages or least)
+
+    def window_needs(self, window: int, plan: ParallelPlan, max_length: int) -> WindowNeeds:
+        """Return what decides how many window pages a rank needs; the arguments are those of `count_window_pages`."""
+        return WindowNeeds(
+            window_span(window, self.page_size),
+            self.page_size,
+            self.max_running,
+            self.run_ahead,
+            self.token_budget * (plan.context if plan.shards_rows else 1),
+            -(-max_length // self.page_size),
+            plan.context if plan.placement == "interleave" else 1,
+            plan.stage - 1,
+            0 if self.tiers is None else plan.stage + 1,
+            self.max_running if self.transfers or self.tiers is not None else 0,
+        )
 
     def _parse_chunking(self) -> "Chunking":
         from longctx.serving.scheduler.chunking import Chunking

@@ -218,7 +218,7 @@ def fits(engine: Engine, shape: BatchShape) -> bool:
 
 def make_batch(engine: Engine, shape: BatchShape) -> Batch:
     """Make a batch of sequences with the first pages of each rank; what these hold does not matter."""
-    batch, used, per_rank = Batch(0), [0] * engine.plan.context, engine.num_pages
+    batch, used, per_rank, windows = Batch(0), [0] * engine.plan.context, engine.num_pages, engine.core.pool.windows
     for slot, part in enumerate(_parts(engine, shape)):
         sequence = _sequence(slot, part.start + part.tokens)
         placement = _placement(engine, part, slot)
@@ -231,7 +231,10 @@ def make_batch(engine: Engine, shape: BatchShape) -> Batch:
         sequence.ranks = tuple(rank for rank, count in enumerate(sequence.rank_pages) if count)
         is_sharded = part.kind == SHARDED
         batch.admitted.append(sequence)
-        batch.tables.append(TableRun(slot, 0, sequence.pages))
+        if windows is not None:
+            places = (divmod(page, per_rank) for page in sequence.pages)
+            sequence.window_pages = [rank * windows.per_rank + page % windows.per_rank for rank, page in places]
+        batch.tables.append(TableRun(slot, 0, sequence.pages, sequence.window_pages))
         # The prefill chunk samples no token, like one inside a prompt.
         ranks = part.ranks if is_sharded else engine.plan.computing_ranks(sequence.ranks)
         chunk = Chunk(sequence, slot, part.start, part.tokens, part.decodes, part.decodes, ranks, is_sharded)

@@ -20,14 +20,17 @@ from longctx.models.validation import FP8_KV
 pytestmark = pytest.mark.slow
 
 
-def check_step(config: LlamaConfig, dtype: Any, kv_dtype: str | None = None) -> str:
+def check_step(config: LlamaConfig, dtype: Any, kv_dtype: str | None = None, window_pages: int = 0) -> str:
     width = config.num_kv_heads * config.head_dim
     layer = NUM_PAGES * PAGE_SIZE * width
     mesh = h100_mesh(stage=1, context=1, tensor=1)
     with jax.set_mesh(mesh):  # on one device no `jax.shard_map` gives the kernels their mesh
-        compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config, kv_dtype=kv_dtype)
+        shape = make_shape(mesh, (0, 0, 64), num_window_pages=window_pages)
+        compiled = compile_step(mesh, shape, dtype, config, kv_dtype=kv_dtype)
     memory, text, itemsize = compiled.memory_analysis(), compiled.as_text(), jnp.dtype(dtype).itemsize
-    cache = cache_bytes(config, NUM_PAGES * PAGE_SIZE, dtype_bytes=itemsize, kv_dtype=kv_dtype)
+    # As many window pages as pages, so that all layers have as many of them.
+    plain = dataclasses.replace(config, sliding_window=None, sliding_layers=())
+    cache = cache_bytes(plain, NUM_PAGES * PAGE_SIZE, dtype_bytes=itemsize, kv_dtype=kv_dtype)
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < layer * (itemsize if kv_dtype is None else 1)
     assert opcodes_of_size(text, layer) <= IN_PLACE
@@ -46,3 +49,10 @@ def test_the_step_with_the_kernel_updates_the_cache_in_place(kv_dtype: str | Non
     assert 'custom_call_target="mosaic_gpu' in check_step(
         dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16, kv_dtype
     )
+
+
+def test_the_step_of_layers_of_both_kinds_updates_the_cache_in_place() -> None:
+    """One kernel of attention serves both, in a loop over the layers."""
+    slides = {"sliding_window": 512, "sliding_layers": (True, False, True)}
+    config = dataclasses.replace(CONFIG, head_dim=128, **slides)
+    assert 'custom_call_target="mosaic_gpu' in check_step(config, jnp.bfloat16, window_pages=NUM_PAGES)

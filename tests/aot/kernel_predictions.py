@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernel_model, kernels, triton_model
+from benchmarks import kernel_model, kernels, triton_decode
 from benchmarks.h100 import TARGETS
 from longctx.models import LlamaConfig
 from longctx.models.footprint import cache_bytes, weight_bytes
@@ -39,8 +39,8 @@ def test_the_model_explains_what_pipelining_gains() -> None:
 def test_a_decode_step_on_an_a100_is_predicted(tmp_path: Path) -> None:
     """Near to what reading the weights and the cache takes, and never below."""
     config, batch, tokens = LlamaConfig.preset("llama-3-8b"), 64, 4096
-    loop = triton_model.loop_of(triton_model.compile_decode("A100", config, batch, tokens, tmp_path))
-    found = triton_model.predict("A100", config, batch, tokens, loop)
+    loop = triton_decode.loop_of(triton_decode.compile_decode("A100", config, batch, tokens, tmp_path))
+    found = triton_decode.predict("A100", config, batch, tokens, loop)
     read = weight_bytes(config) + cache_bytes(config, batch * tokens, dtype_bytes=2)
     least = read / (TARGETS["A100"].bandwidth * 1e9)
     assert least < found.step[0] < found.step[1] < 1.5 * least

@@ -38,7 +38,7 @@ def compile_for_h100(function: Any, arguments: Any, donate: tuple[int, ...] = ()
         return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 
 
-def check_kernels(dumped: Path, *entries: str, copies: int = 1, is_fp8: bool = False) -> None:
+def check_kernels(dumped: Path, *entries: str, copies: int = 1, is_fp8: bool = False, has_first: bool = False) -> None:
     """Products by wgmma and copies by TMA in the named kernels (attention); sound machine code of all."""
     texts = [path.read_text() for path in dumped.glob("*.ptx")]
     for entry in entries or ("attention",):
@@ -47,7 +47,7 @@ def check_kernels(dumped: Path, *entries: str, copies: int = 1, is_fp8: bool = F
         for text in attending:
             assert "wgmma.mma_async" in text
             assert "cp.async.bulk.tensor" in text
-    machine_code.check_kernels(dumped, copies, is_fp8)
+    machine_code.check_kernels(dumped, copies, is_fp8, has_first)
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -186,6 +186,20 @@ def test_gradients(head_size: int, dumped: Path) -> None:
     q, k = array(jnp.bfloat16, 4099, 8, head_size), array(jnp.bfloat16, 4099, 2, head_size)
     compile_for_h100(jax.grad(loss, (0, 1, 2)), (q, k, k))
     check_kernels(dumped, "attention", "attention_of_queries", "attention_of_keys")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_gradients_with_limits_of_queries(head_size: int, dumped: Path) -> None:
+    """From the keys' side three numbers of each query say which keys it sees, in place of two."""
+
+    def loss(q, k, v, first, last):  # type: ignore[no-untyped-def]
+        return jnp.sum(attention(q, k, v, q_first=first, q_last=last)[0].astype(jnp.float32))
+
+    q, k = array(jnp.bfloat16, 4099, 8, head_size), array(jnp.bfloat16, 4099, 2, head_size)
+    limits = [array(jnp.int32, 4099)] * 2
+    compile_for_h100(jax.grad(loss, (0, 1, 2)), (q, k, k, *limits))
+    check_kernels(dumped, "attention", "attention_of_queries", "attention_of_keys", has_first=True)
 
 
 @pytest.mark.slow

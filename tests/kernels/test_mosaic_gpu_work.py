@@ -174,7 +174,7 @@ PAGED = [
 ]
 
 
-@given(paged_cases(PAGED), st.sampled_from([None, 1, 90]))
+@given(paged_cases(PAGED, ("causal", "first")), st.sampled_from([None, 1, 90]))
 @settings(max_examples=4)
 def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None) -> None:
     """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees.
@@ -196,6 +196,8 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
     # TMA copies rows into tiles of 8 in shared memory: from any other row on, some would arrive as zeros.
     assert not (table[:, 1] % 8).any()
     lengths, sequences = case.metadata["kv_lengths"], case.metadata["q_sequence"]
+    q_first = np.maximum(case.metadata.get("q_first", np.zeros(len(sequences), int)), 0)
+    firsts = np.asarray(plan.seen[1]) if case.rule == "first" else np.zeros_like(last)
     places = set()
     for row, sequence in enumerate(sequences):
         if sequence < 0:
@@ -208,10 +210,15 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
             assert table[tile, 2] == sequence
             assert table[tile, 3] == lengths[sequence]
             assert last[tile, slot] == seen - 1
+            first = min(q_first[row], lengths[sequence])
+            assert firsts[tile, slot] == first
             # What the kernel reads there.
             at = table[tile, 1] + slot
             assert (tokens[at], heads[at]) == (row, g)
-            assert table[tile, 6] * config.block_kv <= seen <= table[tile, 7] * config.block_kv
+            start, full_start, full_stop, stop = (x * config.block_kv for x in table[tile, 4:])
+            assert start <= first
+            assert seen <= stop or first >= seen
+            assert first <= full_start <= full_stop <= seen or full_start == full_stop
     assert len(places) == group * (sequences >= 0).sum()
 
 

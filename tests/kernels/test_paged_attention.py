@@ -67,6 +67,14 @@ def test_gradients_through_pages_of_any_shape(case: Case) -> None:
     check_gradients(case, jnp.float32, "xla", 2e-5)
 
 
+@pytest.mark.slow
+@given(cases(SHAPES[3:], ("first and window",)))
+@settings(max_examples=3)
+def test_gradients_through_pages_by_triton(case: Case) -> None:
+    with triton.interpreted():
+        check_gradients(case, jnp.float32, "triton", 2e-5)
+
+
 def test_gradients_of_pages_of_bits_and_of_fp8() -> None:
     """Bits have none, q has; FP8 pages say that there is none."""
     case = make_case(SHAPES[3], np.random.default_rng(0), np.full(4, 30), np.arange(5) % 4, np.full(5, 29))

@@ -71,6 +71,20 @@ def test_work_follows_lengths() -> None:
         assert _partition(entries, padding, index_given) == want
 
 
+def test_pages_before_the_first_position_of_rows_are_not_read() -> None:
+    """NaNs there change nothing: of a chunk, whose rows see from 2,048 on at least, and of a decode."""
+    positions, page_size = np.append(3000 + np.arange(64), 4000), 64
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((65, 4, 8), *[(64, 64, 2, 8)] * 2))
+    metadata = np.arange(64).reshape(1, 64), None, np.array([4001]), positions, np.zeros(65, int)
+    first = np.append(np.full(64, 2048), 3900)
+    unread = np.arange(64)[:, None, None, None] * page_size < 2048 - 512  # a block has at most 512 keys
+    got = paged_attention(q, k, jnp.where(unread, jnp.nan, v), *metadata, q_first=first, implementation="xla")
+    want = paged_attention(q, k, v, *metadata, q_first=first, implementation="reference")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_inside_shard_map_with_pages_on_several_ranks() -> None:
     """`check_vma=True`, with replicated queries, and pages and tables that differ by rank: merged states are exact."""
     ranks, page_size, num_pages, length = 4, 4, 8, 57

@@ -69,7 +69,7 @@ def compare(got: Any, want: Any) -> None:
 
 
 def test_a_mesh_divides_it() -> None:
-    """Axes that XLA divides. (The interpreter can't run where `jax.shard_map` checks types, as with Explicit axes.)"""
+    """XLA divides it; the interpreter can't run where `jax.shard_map` checks types, as with Explicit axes."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     spec, xs = P("data", None, "tensor"), arrays(2)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in xs]

@@ -18,6 +18,8 @@ from longctx.models import Llama, LlamaConfig, Tokenizer, load_checkpoint, load_
 from longctx.models.attend import dense_attend
 from longctx.models.gguf import read_header
 from longctx.models.params import Params
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 
 FILE = Path(sys.prefix, "models", "gemma-3-270m-q4_k_m.gguf")
 TEXT = Path(__file__).parents[2] / "docs" / "design.md"
@@ -70,14 +72,41 @@ def test_the_configuration_is_that_of_the_preset(loaded: Loaded) -> None:
     assert loaded.model.config == LlamaConfig.preset("gemma3-270m")
 
 
-def test_greedy_tokens_after_two_windows_are_those_of_transformers(loaded: Loaded) -> None:
-    model, params, reference, tokens = loaded
-    expected = greedy(reference, tokens[None, :PROMPT], COUNT)[0]
-    assert len(set(expected.tolist())) > 8, "the reference must vary to show anything"
-    whole = np.array([*tokens[:PROMPT], *expected])
+@pytest.fixture(scope="module")
+def generated(loaded: Loaded) -> np.ndarray:
+    """The tokens that transformers generates after two windows."""
+    tokens = greedy(loaded.reference, loaded.tokens[None, :PROMPT], COUNT)[0]
+    assert len(set(tokens.tolist())) > 8, "the reference must vary to show anything"
+    return tokens
+
+
+def test_greedy_tokens_are_those_of_transformers(loaded: Loaded, generated: np.ndarray) -> None:
+    model, params, _, tokens = loaded
+    whole = np.array([*tokens[:PROMPT], *generated])
     ours = rows_of_logits(model, params, whole, np.arange(PROMPT - 1, PROMPT + COUNT - 1))
-    for row, token in zip(ours, expected, strict=True):
+    for row, token in zip(ours, generated, strict=True):
         assert row.max() - row[token] < 1e-4  # equal, but where it all but hesitates
+
+
+PLANS = [
+    ParallelPlan(),
+    ParallelPlan(context=2),
+    ParallelPlan(stage=2),
+    ParallelPlan(tensor=2),
+    ParallelPlan(context=2, tensor=2, ffn="all"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_an_engine_generates_the_same_tokens(loaded: Loaded, generated: np.ndarray, plan: ParallelPlan) -> None:
+    mesh = make_mesh(plan.stage, plan.context, plan.tensor)
+    model, params = load_checkpoint(FILE, mesh)
+    config = EngineConfig(
+        page_size=64, num_pages=64, max_running=2, max_length=2048, token_budget=256, buckets=(16, 256)
+    )
+    sampling = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    (output,) = Engine(model, params, config, mesh, plan=plan).generate([loaded.tokens[:PROMPT].tolist()], sampling)
+    assert [*output.token_ids] == generated.tolist()
 
 
 def test_logits_beyond_the_window_are_within_2e_4(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

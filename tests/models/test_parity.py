@@ -92,6 +92,7 @@ def test_bfloat16_is_as_good_as_transformers(case: Case, tmp_path: Path) -> None
     [
         {**ROPES["llama3"], "rope_theta": 5e5, "original_max_position_embeddings": 8192},
         {**ROPES["yarn"], "rope_theta": 1e6, "original_max_position_embeddings": 32768},
+        {**ROPES["yarn"], "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
         {**ROPES["yarn"], "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.7},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
     ],

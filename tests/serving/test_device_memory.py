@@ -1,10 +1,12 @@
 """Where the memory of an accelerator goes: arithmetic, and engines on CPUs whose memory is taken for a GPU's."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import count_compilations
@@ -12,7 +14,10 @@ from dense_oracle import VOCAB, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.serving import Engine, ParallelPlan, SamplingParams
+from longctx.models import Llama, LlamaConfig
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving.engine.memory import estimate
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.page_fit import PageFit
 from longctx.serving.executor.step_shapes import StepShapes
@@ -229,3 +234,26 @@ def test_no_step_takes_more_than_the_largest_shapes() -> None:
     for shape in rest[:: max(1, len(rest) // 4)]:
         other = ProgramMemory.of(executor.runner.compile(shape))
         assert np.all(np.array(other) <= np.array(needed))
+
+
+@pytest.mark.parametrize(
+    ("running", "windows", "used"), [(1, 19, 119_341_056), (4, 52, 453_771_264), (64, 712, 7_142_375_424)]
+)
+def test_window_pages_take_a_fifth_of_the_memory_of_gemma_3(running: int, windows: int, used: int) -> None:
+    """The figures of docs/engine.md: sequences of 32,768 tokens, with five of six layers of a window of 512."""
+    sliding = tuple((layer + 1) % 6 != 0 for layer in range(18))
+    full = LlamaConfig(262_144, 640, 2048, 18, 4, 1, 256, max_positions=32_768)
+    gemma = dataclasses.replace(full, sliding_window=512, sliding_layers=sliding)
+    config = EngineConfig(num_pages=512 * running, max_running=running)
+    sizes: Any = config, make_mesh(), jnp.bfloat16, 512 * running, 32_768
+    assert estimate(Llama(gemma), *sizes).pages == used
+    assert estimate(Llama(full), *sizes).pages == 603_979_776 * running
+    assert config.count_window_pages(512, ParallelPlan(), 512 * running, 32_768) == windows
+
+
+def test_pages_and_window_pages_share_the_memory() -> None:
+    use = USE._replace(window_page=5, most_windows=3)
+    assert [use.pages_within(room) for room in (0, 11, 12, 36, 42, 43, 50)] == [0, 0, 1, 3, 3, 4, 5]
+    assert [use.with_pages(count).pages for count in (2, 3, 10)] == [24, 36, 85]
+    assert use._replace(page=0).pages_within(14) == 2
+    assert use._replace(page=0).pages_within(15) > 1 << 30, "window pages are all that it takes"

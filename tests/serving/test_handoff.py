@@ -51,10 +51,13 @@ def random_request(random: np.random.Generator, number: int, max_tokens: int) ->
     return Request(prompt, SamplingParams(**sampling), f"r{number}")
 
 
-@given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=8)
+WINDOWS = st.sampled_from([None, 1, 6, 20])
+
+
+@given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS), st.sampled_from([0.0, 0.3]), WINDOWS)
+@settings(max_examples=12)
 def test_requests_move_after_any_number_of_tokens(
-    seed: int, plan: ParallelPlan, other: ParallelPlan, loses: float
+    seed: int, plan: ParallelPlan, other: ParallelPlan, loses: float, window: int | None
 ) -> None:
     random = np.random.default_rng(seed)
     requests = [random_request(random, i, 9) for i in range(4)]
@@ -63,8 +66,8 @@ def test_requests_move_after_any_number_of_tokens(
     for request in requests:
         engine.submit(request)
     run(engine, expected)
-    first = storing_engine(FakeStore(), 40, plan)
-    second = storing_engine(FakeStore(loses, seed), 40, other)
+    first = storing_engine(FakeStore(), 40, plan, window)
+    second = storing_engine(FakeStore(loses, seed), 40, other, window)
     outputs: dict[str, list[Output]] = {}
     for request in requests:
         first.submit(beginning(request, int(random.integers(1, 9)), f"lease-{request.request_id}"))
@@ -88,13 +91,13 @@ def tokens(outputs: list[Output]) -> list[list[int]]:
     return [output.token_ids for output in sorted(outputs, key=lambda output: output.index)]
 
 
-@given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS))
-@settings(max_examples=8)
-def test_prefill_and_decode_apart(seed: int, plan: ParallelPlan, other: ParallelPlan) -> None:
+@given(st.integers(0, 2**32), st.sampled_from(PLANS), st.sampled_from(PLANS), WINDOWS)
+@settings(max_examples=12)
+def test_prefill_and_decode_apart(seed: int, plan: ParallelPlan, other: ParallelPlan, window: int | None) -> None:
     random = np.random.default_rng(seed)
     expected: dict[str, list[Output]] = {}
     engine = storing_engine(None, 400, plan)
-    prefill, decode = storing_engine(FakeStore(), 60, plan), storing_engine(FakeStore(), 60, other)
+    prefill, decode = (storing_engine(FakeStore(), 60, each, window) for each in (plan, other))
     outputs: dict[str, list[Output]] = {}
     requests = [random_request(random, i, 6) for i in range(5)]
     for request in requests:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import MODEL, VOCAB
+from fake_device import VOCAB, model_with
 from fake_store import FakeStore, StoringExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,12 +23,16 @@ PLANS = [
 
 
 def storing_engine(
-    store: FakeStore | None, num_pages: int = 24, plan: ParallelPlan | None = None, **options: Any
+    store: FakeStore | None,
+    num_pages: int = 24,
+    plan: ParallelPlan | None = None,
+    window: int | None = None,
+    **options: Any,
 ) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16), "page_size": 4} | options
     config = EngineConfig(num_pages=num_pages, tiers=None if store is None else TierConfig(host_bytes=1), **options)
-    executor = StoringExecutor(config, plan or ParallelPlan(), num_pages, store or FakeStore())
-    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, store=store)
+    executor = StoringExecutor(config, plan or ParallelPlan(), num_pages, store or FakeStore(), window)
+    return Engine(model_with(window), None, config, executor=executor, clock=executor.clock, plan=plan, store=store)
 
 
 def conversation(random: np.random.Generator, turns: int) -> list[list[int]]:
@@ -56,15 +60,16 @@ def tokens_of(engine: Engine, prompts: list[list[int]], at_a_time: int, **sampli
     st.sampled_from([0.0, 0.2]),
     st.integers(1, 5),
     st.sampled_from(["reserve", "optimistic"]),
+    st.sampled_from([None, None, 1, 6, 20]),
 )
-@settings(max_examples=15)
+@settings(max_examples=20)
 def test_answers_are_the_same_whatever_is_loaded(
-    seed: int, plan: ParallelPlan, loses: float, at_a_time: int, admission: str
+    seed: int, plan: ParallelPlan, loses: float, at_a_time: int, admission: str, window: int | None
 ) -> None:
     prompts = conversation(np.random.default_rng(seed), 9)
     # Few pages, so that most of what is found was evicted meanwhile.
     store, pages = FakeStore(loses, seed), -(-24 // plan.context)
-    engine = storing_engine(store, pages, plan, admission=admission)
+    engine = storing_engine(store, pages, plan, window, admission=admission)
     plain = storing_engine(None, 400, plan)
     assert tokens_of(engine, prompts, at_a_time) == tokens_of(plain, prompts, at_a_time)
     assert engine.core.pool.num_held == 0

@@ -25,6 +25,7 @@ PAGE, PAGES, SLOTS, ENTRIES = 4, 24, 4, 20
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 LAYERS, LAYER = 2, 1
 WINDOW, WINDOW_PAGES = 10, 20  # tokens that queries of layer 1 see in a model with sliding layers, and pages for them
+SINKS = np.array([0.5, -2.0, 1.5, -np.inf], np.float32)  # in that model
 # (exchange, pages of a message, rounds): in several rounds as where a message would be too long.
 EXCHANGES = [("pass_q", 0, 1), ("pass_kv", 24, 1), ("pass_kv", 4, 6), ("all_gather", 24, 1), ("all_gather", 4, 6)]
 NOTHING_CACHED = [("pass_kv", 0, 1), ("all_gather", 0, 1)]
@@ -38,7 +39,8 @@ def program(ranks: int, shape: Shape) -> Any:
         table, page_index, window_table = (x[0] for x in tables)
         window, kind = None, {}
         if shape.num_window_pages:
-            window, kind = WindowLayers(WINDOW, window_table, jnp.array([0, PAGES])), {"is_sliding": layer == 1}
+            window = WindowLayers(WINDOW, window_table, jnp.array([0, PAGES]))
+            kind = {"is_sliding": layer == 1, "sinks": jnp.asarray(SINKS)}
         inputs = RowInputs.views(packed[0], shape)
         attend = PagedAttend.make(inputs, PageTables(table, page_index), shape, HEADS, cache.k, q.dtype, window)
         out, cache = attend(cache, layer, q[0], k[0], v[0], **kind)
@@ -133,7 +135,8 @@ def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = F
     out, worth = np.asarray(out), [fp8_numpy.round_rows(x) for x in kv] if is_fp8 else kv
     for row, (slot, at) in token_of.items():
         seen = worth[slot][max(0, at - WINDOW + 1) if case.slides else 0 : at + 1]
-        np.testing.assert_allclose(out[row], attend(queries[slot][at], seen), atol=1e-5, rtol=1e-5)
+        sinks = None if case.slides is None else SINKS
+        np.testing.assert_allclose(out[row], attend(queries[slot][at], seen, sinks), atol=1e-5, rtol=1e-5)
 
 
 def cache_of(pools: np.ndarray, is_fp8: bool) -> PagedCache:
@@ -144,12 +147,13 @@ def cache_of(pools: np.ndarray, is_fp8: bool) -> PagedCache:
     return PagedCache(*values.view(np.uint8), *np.swapaxes(scale, 2, 3))
 
 
-def attend(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+def attend(q: np.ndarray, kv: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
     """Attention of a query `[N, H]` to keys and values `[S, 2, K, H]`, in float64."""
     k, v = np.repeat(kv.astype(np.float64), HEADS // KV_HEADS, 2).swapaxes(0, 1)
     scores = np.einsum("nh,snh->ns", q, k) * SIZE**-0.5
     weights = np.exp(scores - scores.max(1, keepdims=True))
-    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)
+    rest = 0 if sinks is None else np.exp(sinks[:, None] - scores.max(1, keepdims=True))
+    return np.einsum("ns,snh->nh", weights / (weights.sum(1, keepdims=True) + rest), v)
 
 
 @st.composite
@@ -171,7 +175,7 @@ def cases(draw: Any, ranks: int, most_cached: int) -> Case:
 @settings(max_examples=4)
 @given(data=st.data())
 def test_layers_of_both_kinds(is_fp8: bool, exchange: str, message: int, rounds: int, data: st.DataObject) -> None:
-    """Full and sliding layers are one program; pages before the window are another sequence's."""
+    """Full and sliding layers are one program; pages before the window are another sequence's. Heads have sinks."""
     case = data.draw(cases(3, 20))
     check(case._replace(slides=data.draw(st.booleans())), exchange, message, rounds, is_fp8)
 

@@ -69,18 +69,28 @@ def test_a_step_of_one_row_that_reads_one_page_updates_the_cache_in_place() -> N
 
 
 @pytest.mark.parametrize(
-    ("exchange", "message", "rounds"),
+    ("exchange", "message", "rounds", "window_pages"),
     [
-        ("pass_kv", 2, 8),
-        pytest.param("pass_q", 0, 1, marks=pytest.mark.slow),
-        pytest.param("all_gather", 2, 8, marks=pytest.mark.slow),
+        ("pass_kv", 2, 8, 0),
+        ("pass_q", 0, 1, NUM_PAGES),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("pass_q", 0, 1, 0),
+                ("all_gather", 2, 8, 0),
+                ("pass_kv", 2, 8, NUM_PAGES),
+                ("all_gather", 2, 8, NUM_PAGES),
+            )
+        ),
     ],
 )
-def test_every_exchange_updates_the_cache_in_place(exchange: str, message: int, rounds: int) -> None:
-    """Rows of all kinds, of which the sharded ones read pages that others have."""
-    mesh = make_mesh(context=2)
-    shape = make_shape(mesh, (16, 8, 8), exchange=exchange, message=message, rounds=rounds)
-    layer = compile_step(mesh, shape, jnp.float32, layered=True).layer
+def test_every_exchange_updates_the_cache_in_place(exchange: str, message: int, rounds: int, window_pages: int) -> None:
+    """Rows of all kinds, of which the sharded ones read pages that others have; of layers of one kind, and of two."""
+    mesh, config = make_mesh(context=2), CONFIG
+    if window_pages:
+        config = dataclasses.replace(CONFIG, sliding_window=100, sliding_layers=(True, False, True))
+    options = {"exchange": exchange, "message": message, "rounds": rounds, "num_window_pages": window_pages}
+    layer = compile_step(mesh, make_shape(mesh, (16, 8, 8), **options), jnp.float32, config, layered=True).layer
     assert layer.memory_analysis().alias_size_in_bytes >= pool_bytes(jnp.float32)
     assert layer.memory_analysis().temp_size_in_bytes < LAYER * 4 / 4
     assert opcodes_of_size(layer.as_text(), LAYER) <= IN_PLACE

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_device import MODEL, FakeExecutor
+from fake_device import FakeExecutor, model_with
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.distributed import ProcessGroup
@@ -26,12 +26,16 @@ class _Read:
 
 
 class TieredExecutor(FakeExecutor):
-    """Fake devices whose pages move: a layer for each stage, keys and values both the tokens."""
+    """Fake devices whose pages move: a layer for each stage, keys and values both the tokens.
+
+    With a window there is one more layer for each stage, of window pages.
+    """
 
     def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, **options: Any) -> None:
         super().__init__(config, plan, num_pages, **options)
-        self._num_pages = num_pages
-        self._layout = PageLayout(plan.stage, 1, 1, config.page_size, "int32")
+        self._num_pages, self._num_window_pages = num_pages, self.shapes.num_window_pages
+        self._num_layers, kinds = plan.stage, 2 if self._num_window_pages else 1
+        self._layout = PageLayout(kinds * plan.stage, 1, 1, config.page_size, "int32")
         runner: Any = self.runner
         for name in ("read_pages", "write_placed", "write_pages"):
             setattr(runner, name, getattr(self, f"_{name}"))
@@ -47,25 +51,37 @@ class TieredExecutor(FakeExecutor):
         pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]
         return pages[:, page // self._num_pages, page % self._num_pages]
 
-    def _read_pages(self, pages: List[int], layers: tuple[int, int]) -> _Read:
-        tokens = np.stack([self._at(page) for page in pages]).astype(np.int32)  # [pages, stages, page_size]
-        return _Read(self._layout, np.repeat(tokens[:, :, None, :, None, None], 2, axis=2))
+    def _window_at(self, window: int) -> Any:
+        pages: Any = self.runner.window_pages  # type: ignore[attr-defined]
+        return pages[:, window // self._num_window_pages, window % self._num_window_pages]
+
+    def _read_pages(self, pages: List[int], layers: tuple[int, int], windows: List[int] | None = None) -> _Read:
+        tokens = np.stack([self._at(page) for page in pages])  # [pages, stages, page_size]
+        assert (windows is None) == (self._num_window_pages == 0)
+        if windows is not None:
+            lost = np.full_like(tokens[0], LOST)
+            kept = [lost if window < 0 else self._window_at(window) for window in windows]
+            tokens = np.concatenate([tokens, np.stack(kept)], 1)
+        return _Read(self._layout, np.repeat(tokens.astype(np.int32)[:, :, None, :, None, None], 2, axis=2))
 
     def _needed(self, pages: List[int]) -> np.ndarray:
         for page in pages:  # a load begins
             self._at(page)[:] = LOST
         return np.ones((len(pages), self._layout.num_layers, 1), bool)
 
-    def _place_block(self, pages: List[int], block: PageBlock) -> Any:
-        return list(pages[block.first : block.first + len(block.data)]), np.array(block.data)
+    def _place_block(self, pages: List[int], block: PageBlock, windows: List[int] | None = None) -> Any:
+        own = slice(block.first, block.first + len(block.data))
+        return list(pages[own]), list(windows[own]) if windows else [-1] * len(block.data), np.array(block.data)
 
     def _write_placed(self, blocks: List[Any]) -> None:
-        for pages, data in blocks:
-            for page, tokens in zip(pages, data[:, :, 0, :, 0, 0], strict=True):
-                self._at(page)[:] = tokens
+        for pages, windows, data in blocks:
+            for page, window, tokens in zip(pages, windows, data[:, :, 0, :, 0, 0], strict=True):
+                self._at(page)[:] = tokens[: self._num_layers]
+                if window >= 0:
+                    self._window_at(window)[:] = tokens[self._num_layers :]
 
-    def _write_pages(self, pages: List[int], block: PageBlock) -> None:
-        self._write_placed([self._place_block(pages, block)])
+    def _write_pages(self, pages: List[int], block: PageBlock, windows: List[int] | None = None) -> None:
+        self._write_placed([self._place_block(pages, block, windows)])
 
 
 def make_tiered_engine(
@@ -75,16 +91,17 @@ def make_tiered_engine(
     executor_of: Callable[..., TieredExecutor] = TieredExecutor,
     tokenizer: Any = None,
     group: ProcessGroup | None = None,
+    window: int | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with the tiers of `options["tiers"]`."""
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
-    executor = executor_of(config, plan or ParallelPlan(), num_pages)
+    executor = executor_of(config, plan or ParallelPlan(), num_pages, window=window)
     store = executor.open_store(config)
     executor.move_pages(store)
     return Engine(
-        MODEL,
+        model_with(window),
         None,
         config,
         executor=executor,

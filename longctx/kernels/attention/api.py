@@ -117,10 +117,11 @@ def attention(
         from 0.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256, which values have too; no
-        soft cap, no bias), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); a sequence
-        of these: the first that supports the case; None: the best that does (`longctx.kernels.explain` says which, and
-        why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention does, copies keys whose length is no multiple
-        of 8, and needs scores within 1e9.
+        soft cap, no bias), `"triton"` (NVIDIA GPUs since Ampere; also float32; any H up to 576, in float32 256; no
+        bias), `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); a sequence of these:
+        the first that supports the case; None: the best that does (`longctx.kernels.explain` says which, and why). The
+        first two round weights to 16 bits where q has them, as FlashAttention does; `"mosaic_gpu"` copies keys whose
+        length is no multiple of 8, and needs scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_attention` derived from positions and segments, which it holds and which are then not given.
         Default: derived in this call.

@@ -88,8 +88,8 @@ def paged_attention(
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256 and Hv equal to it; no soft
         cap; page sizes of 16 to 128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"triton"`
-        (NVIDIA GPUs since Ampere; no float64; H and Hv up to 256, even ones of FP8 pages), `"xla"` or
-        `"reference"` (dense, the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
+        (NVIDIA GPUs since Ampere; no float64; H up to 256, of FP8 pages an even one), `"xla"` or `"reference"` (dense,
+        the oracle); None picks the best that supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.

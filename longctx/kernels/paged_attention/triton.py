@@ -29,7 +29,7 @@ def triton_paged_attention(
     slots = (_as_pairs(x) if is_fp8 else from_bits(x, q.dtype) for x in (k_pages, v_pages))
     k, v = (x.reshape(-1, *x.shape[2:]) for x in slots)
     pages = Pages(k, v, operands.page_table, operands.first_page[None], operands.k_scale, operands.v_scale)
-    config = TileConfig.paged(head_size, q.dtype, plan.seen[0].shape[1], is_fp8, v_pages.shape[3])
+    config = TileConfig.paged(head_size, q.dtype, plan.seen[0].shape[1], is_fp8)
     rows = Rows(plan.token, plan.head, plan.seen)
     out, lse = paged_attention(q, pages, rows, plan.work, config, ScoreConfig(rule.scale, rule.soft_cap), page_size)
     assert plan.work.pieces is not None

@@ -32,9 +32,9 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Slots of keys `[pages * page_size, K, H]` and of values (Hv), the page table `[B, M]`, and the first page `[1]`.
+    """Slots `[pages * page_size, K, H or Hv]` of keys and of values, the page table `[B, M]`, and the first page `[1]`.
 
-    FP8 slots are uint16 `[pages * page_size, K, H / 2]`, pairs of numbers, and have scales `[pages, K, page_size]`.
+    FP8 slots are uint16 `[pages * page_size, K, H / 2]`, pairs of values, and have scales `[pages, K, page_size]`.
     """
 
     k: Any
@@ -70,7 +70,7 @@ class _Static(NamedTuple):
     scores: ScoreConfig
     page_size: int
     group: int  # heads that share a KV head
-    columns: tuple[Columns, ...]  # of keys
+    columns: tuple[Columns, ...]  # of queries and keys
     value_columns: tuple[Columns, ...]
 
 
@@ -87,9 +87,10 @@ def paged_attention(
       out float32 `[pieces, block_q, Hv]` and lse float32 `[pieces, block_q]`, natural log. Pieces that are not computed
       hold any values.
     """
-    (_, heads, head_size), kv_heads, is_fp8 = q.shape, pages.k.shape[1], pages.k_scale is not None
-    value_size = pages.v.shape[2] * (2 if is_fp8 else 1)
+    (_, heads, head_size), kv_heads = q.shape, pages.k.shape[1]
     num_pieces = kv_heads * work.tiles.shape[0] + work.workers.shape[0]
+    is_fp8 = pages.k_scale is not None
+    value_size = pages.v.shape[2] * (1 + is_fp8)
     columns = (columns_of(size, is_fp8) for size in (head_size, value_size))
     static = _Static(config, scores, page_size, heads // kv_heads, *columns)
     operands, structure = jax.tree.flatten((q, pages, rows, work.tiles, work.items, work.workers))

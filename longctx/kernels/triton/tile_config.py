@@ -115,11 +115,10 @@ class TileConfig:
         return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps, num_stages=2)
 
     @classmethod
-    def paged(cls, head_size: int, dtype: DTypeLike, num_rows: int, is_fp8: bool, value_size: int = 0) -> "TileConfig":
+    def paged(cls, head_size: int, dtype: DTypeLike, num_rows: int, is_fp8: bool) -> "TileConfig":
         """The configuration of the kernel over pages for `num_rows` rows of one KV head.
 
-        They are the largest tiles for which a thread has enough registers (`tests/aot/paged_triton.py`). A plan, which
-        knows no values, has the same.
+        They are the largest tiles for which a thread has enough registers (`tests/aot/paged_triton.py`).
         """
         columns = padded(head_size)
         block_q, block_kv, num_warps = 128, 32 if is_fp8 else 64, 4
@@ -128,7 +127,7 @@ class TileConfig:
         elif columns > 128:
             block_q, block_kv = 64 if columns == 256 else 32, 32
         block_q = min(block_q, _power_over(num_rows))
-        if block_q * max(columns, padded(value_size)) > 64 * 128:
+        if block_q * columns > 64 * 128:
             num_warps = 8
         return cls(block_q, block_kv, num_warps, num_stages=3)
 

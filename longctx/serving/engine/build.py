@@ -11,7 +11,7 @@ from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
-from longctx.serving.kv_cache.window_pages import WindowPages, window_span
+from longctx.serving.kv_cache.window_pages import WindowPages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.measured import RuntimePredictor
@@ -60,13 +60,9 @@ def build_core(
         math.inf if slo.step_seconds is None else slo.step_seconds,
         _exchange_rule(model, config, plan, chunking.tokens, predictor, topology, element_bytes),
     )
-    count = config.count_window_pages(model.sliding_window, plan, num_pages, max_length)
-    windows = None
-    if model.sliding_window is not None:
-        windows = WindowPages(count, num_pages, plan.context, window_span(model.sliding_window, config.page_size))
     scheduler = Scheduler(
         chunker,
-        PagePool(num_pages, plan.context, windows=windows),
+        PagePool(num_pages, plan.context, windows=_window_pages(model, config, plan, num_pages, max_length)),
         config.page_size,
         config.max_running,
         config.admission,
@@ -84,6 +80,19 @@ def build_core(
         InputProcessor(model, config, max_length, tokenizer, page_hash),
         SequenceMaker(model, config, tokenizer, page_hash, sessions),
     )
+
+
+def _window_pages(
+    model: LlamaConfig, config: EngineConfig, plan: ParallelPlan, num_pages: int, max_length: int
+) -> WindowPages | None:
+    """Make the window pages of a model that has layers with a window."""
+    if model.sliding_window is None:
+        return None
+    count = config.count_window_pages(model.sliding_window, plan, num_pages, max_length)
+    needs = config.window_needs(model.sliding_window, plan, max_length)
+    # Where each page has its window page leases hold as many as they like.
+    leased = None if count == num_pages else needs.num_leased + count - needs.per_rank
+    return WindowPages(count, num_pages, plan.context, needs.span, leased)
 
 
 def _exchange_rule(

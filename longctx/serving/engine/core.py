@@ -150,6 +150,8 @@ class Core:
                 sequence.may_share = len(known) == completion.num_prompt - 1
                 if not sequence.may_share:  # the rows after those of known log probabilities are computed, all of them
                     length = min(length, len(known) - len(known) % self.scheduler.running.page_size)
+                    if self.pool.windows is not None and length < progress.length:
+                        length = 0  # the pages before its last ones come without what layers with a window see
             for token, logprob in itertools.zip_longest(progress.tokens, progress.logprobs):
                 if reason is None:
                     text, reason = completion.push(token, logprob, now)
@@ -415,7 +417,12 @@ class Core:
         if not sequence.is_running or length <= 0:
             self.leases.drop(lease_id, sequence)
         elif self.leases.keep(
-            lease_id, sequence, self._lease_keys(completion, sequence.keys, length), sequence.pages, length
+            lease_id,
+            sequence,
+            self._lease_keys(completion, sequence.keys, length),
+            sequence.pages,
+            length,
+            sequence.window_pages,
         ):
             completion.lease = Lease(lease_id, length)
 
@@ -434,7 +441,7 @@ class Core:
         for lease_id, lease in self.leases.running():
             if lease.owner.preemptions > lease.preemptions:  # its pages are another one's now
                 lease.preemptions = lease.owner.preemptions
-                self.leases.note(lease_id, lease.owner, [], 0)
+                self.leases.note(lease_id, lease.owner, [], 0, [])
         for chunk in batch.chunks:
             wanted = completion_of(chunk.sequence).lease_id
             if wanted is not None:
@@ -443,7 +450,8 @@ class Core:
             _, lease_id, chunk, preemptions = self._completing.popleft()
             sequence = chunk.sequence
             if sequence.is_running and sequence.preemptions == preemptions:
-                self.leases.note(lease_id, sequence, sequence.pages, chunk.start + chunk.num_tokens)
+                complete = chunk.start + chunk.num_tokens
+                self.leases.note(lease_id, sequence, sequence.pages, complete, sequence.window_pages)
 
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""

@@ -21,6 +21,16 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 
 # Of a configuration: what neither keys nor values follow from.
 _WITHOUT_EFFECT = ("max_positions", "bos_id", "eos_ids", "tie_embeddings")
+# Settings that came later: models without them keep the fingerprint that their pages on disk have.
+_LATER = (
+    "out_bias",
+    "query_pre_attn_scalar",
+    "attention_sinks",
+    "gemma_style",
+    "sliding_window",
+    "sliding_layers",
+    "local_rope_theta",
+)
 
 
 def page_fingerprint(config: LlamaConfig, params: Params, layout: PageLayout) -> bytes:
@@ -40,8 +50,11 @@ def page_fingerprint(config: LlamaConfig, params: Params, layout: PageLayout) ->
             for layer, digest in zip(run.layers, digests, strict=True):
                 if layer is not None:
                     weights[f"layer {layer}{path}"] = digest.hex()
-    names = [field.name for field in dataclasses.fields(config) if field.name not in _WITHOUT_EFFECT]
-    settings = {name: getattr(config, name) for name in names}
+    fields = [field for field in dataclasses.fields(config) if field.name not in _WITHOUT_EFFECT]
+    settings = {field.name: getattr(config, field.name) for field in fields}
+    for field in fields:
+        if field.name in _LATER and settings[field.name] == field.default:
+            del settings[field.name]
     text = json.dumps(
         {"layout": layout._asdict(), "weights": weights, "settings": settings}, sort_keys=True, default=repr
     )

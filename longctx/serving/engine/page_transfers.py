@@ -232,7 +232,8 @@ class PageTransfers:
         if lease is None or stop > len(lease.pages):  # it has ended, or its sequence was preempted
             read.begun.set_exception(LeaseGone(f"the pages of lease {lease_id} are not there any more"))
         else:
-            read.begun.set_result(self._executor.read_pages(lease.pages[first:stop], layers))
+            windows = lease.windows[first:stop] if self._core.pool.windows is not None else None
+            read.begun.set_result(self._executor.read_pages(lease.pages[first:stop], layers, windows))
 
 
 class _LaterRead:

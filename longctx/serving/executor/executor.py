@@ -245,7 +245,8 @@ class DeviceExecutor:
     def move_pages(self, store: PageKeeper | None = None) -> None:
         """Let pages move to a store and back, and come from `sources`."""
         most_read = read_bytes(self._config, self._plan.context, self.runner.transfer.layout.page_bytes)
-        self.mover = PageMover(self.runner, store, self.sources, read_bytes=most_read)
+        has_window = self.shapes.num_window_pages > 0
+        self.mover = PageMover(self.runner, store, self.sources, read_bytes=most_read, has_window=has_window)
         if store is not None:
             self.sources[TIERS] = store
 
@@ -298,8 +299,8 @@ class DeviceExecutor:
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
         return [] if self.mover is None else self.mover.poll(timeout)
 
-    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        return self.runner.read_pages(pages, layers)
+    def read_pages(self, pages: List[int], layers: tuple[int, int], windows: List[int] | None = None) -> PageRead:
+        return self.runner.read_pages(pages, layers, windows)
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""

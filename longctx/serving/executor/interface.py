@@ -43,8 +43,11 @@ class Executor(Protocol):
         """Loads that have ended since the last call; meanwhile it moves pages. It waits for one up to `timeout` s."""
         ...
 
-    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        """Begin to read pages of the pool as they are after all submitted batches, of these layers at least."""
+    def read_pages(self, pages: List[int], layers: tuple[int, int], windows: List[int] | None = None) -> PageRead:
+        """Begin to read pages of the pool as they are after all submitted batches, of these layers at least.
+
+        `windows`: the window page of each, or -1: then its layers with a window hold anything. None: there are none.
+        """
         ...
 
     @property

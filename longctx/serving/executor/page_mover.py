@@ -74,6 +74,7 @@ class PageMover:
       step_bytes: that are written between two steps, at most (but one block at least).
       placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
       deadline: seconds after which a load ends short if no block comes; more if its source has a longer `page_timeout`.
+      has_window: whether pages have window pages.
 
     Attributes:
       runner: as given.
@@ -90,11 +91,12 @@ class PageMover:
         placed_bytes: int = PLACED_BYTES,
         read_bytes: int = 256 << 20,
         deadline: float = 30.0,
+        has_window: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = MoverStats()
         self.sink, self.sources = sink, {} if sources is None else sources
-        self.runner, self._clock, self._deadline = runner, clock, deadline
+        self.runner, self._clock, self._deadline, self._has_window = runner, clock, deadline, has_window
         self._step_bytes, self._max_placed, self._max_read = step_bytes, placed_bytes, read_bytes
         self._reads: weakref.WeakSet[DevicePageRead] = weakref.WeakSet()
         self._loads: dict[str, _Load] = {}
@@ -108,9 +110,9 @@ class PageMover:
     def warm_up(self) -> None:
         """Compile what moves pages, read one and write it back; while no step runs."""
         self.runner.transfer.compile()
-        layout = self.runner.transfer.layout
-        for block in self.runner.read_pages([0], (0, layout.num_layers)).result():
-            self.runner.write_pages([0], block)
+        layout, windows = self.runner.transfer.layout, ([0],) if self._has_window else ()
+        for block in self.runner.read_pages([0], (0, layout.num_layers), *windows).result():
+            self.runner.write_pages([0], block, *windows)
 
     def submit(self, batch: Batch) -> None:
         """Do what comes before a batch's step: end loads, begin to read pages, begin loads."""
@@ -174,7 +176,8 @@ class PageMover:
         stats.dropped_stores += len(wanted) - len(kept)
         if not kept:
             return
-        read = self.runner.read_pages([store.page for store in kept], (0, layout.num_layers))
+        windows = ([store.window for store in kept if store.window is not None],) if self._has_window else ()
+        read = self.runner.read_pages([store.page for store in kept], (0, layout.num_layers), *windows)
         self._reads.add(read)
         try:
             self.sink.put(kept, read)
@@ -285,7 +288,8 @@ class PageMover:
             self._arrived.set()
 
     def _place_block(self, load: _Load, block: PageBlock) -> None:
-        placed = self.runner.transfer.place(load.request.pages, block)
+        windows = () if load.request.windows is None else (load.request.windows,)
+        placed = self.runner.transfer.place(load.request.pages, block, *windows)
         size = block.data.nbytes
         with self._lock:
             if not load.is_done:

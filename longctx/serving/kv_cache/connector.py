@@ -32,6 +32,7 @@ class PageStore(NamedTuple):
       number: which page of its sequence it is. tenant: whose it is.
       parent: the key of the page before it; empty: there is none, or it is not told. Tiers evict chains from their
         tails, for which they need it.
+      window: its window page; None: no layer has a window.
     """
 
     key: Key
@@ -39,6 +40,7 @@ class PageStore(NamedTuple):
     number: int
     tenant: str = ""
     parent: Key = b""
+    window: int | None = None
 
 
 class PageLoad(NamedTuple):
@@ -48,12 +50,14 @@ class PageLoad(NamedTuple):
       name: of the load; no other one has it.
       keys: of the pages, in order. pages: the pages of the pool that they are written to.
       source: `"tiers"`, or the id of a transfer.
+      windows: the window page of each, or `NO_PAGE`, for which nothing is written; None: no layer has a window.
     """
 
     name: str
     keys: list[Key]
     pages: list[int]
     source: str = TIERS
+    windows: list[int] | None = None
 
 
 class Loaded(NamedTuple):

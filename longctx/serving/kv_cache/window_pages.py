@@ -24,13 +24,16 @@ class WindowPages:
       per_rank: window pages of each rank.
       pool_per_rank, num_ranks: of the pool.
       span: pages before its own that a token may see, see `window_span`.
+      most_leased: window pages that leases may hold; None: any number.
 
     Attributes:
       num_evicted: idle window pages whose contents were dropped for others.
     """
 
-    def __init__(self, per_rank: int, pool_per_rank: int, num_ranks: int, span: int) -> None:
-        self.per_rank, self.num_ranks, self.span = per_rank, num_ranks, span
+    def __init__(
+        self, per_rank: int, pool_per_rank: int, num_ranks: int, span: int, most_leased: int | None = None
+    ) -> None:
+        self.per_rank, self.num_ranks, self.span, self.most_leased = per_rank, num_ranks, span, most_leased
         self.num_pages = per_rank * num_ranks
         self.num_evicted = 0
         self._pool_per_rank = pool_per_rank
@@ -117,7 +120,7 @@ def window_span(window: int, page_size: int) -> int:
 
 
 class WindowNeeds(NamedTuple):
-    """What decides how many window pages a rank needs, so that those that run never wait for one.
+    """Sizes that decide how many window pages a rank needs, so that those that run never wait for one.
 
     Attributes:
       span: see `window_span`.
@@ -127,7 +130,9 @@ class WindowNeeds(NamedTuple):
       step_tokens: rows of a step, on all ranks together.
       longest: pages of the longest sequence.
       num_ranks: over which the pages of a sequence are dealt in turns; 1 where they grow from rank to rank.
+      resting_steps: steps for which window pages rest that no later row sees.
       stored_steps: steps whose pages are held until they have been read.
+      leases: ended sequences whose pages another engine may still fetch.
     """
 
     span: int
@@ -137,7 +142,9 @@ class WindowNeeds(NamedTuple):
     step_tokens: int
     longest: int
     num_ranks: int = 1
+    resting_steps: int = 0
     stored_steps: int = 0
+    leases: int = 0
 
     @property
     def per_sequence(self) -> int:
@@ -145,7 +152,7 @@ class WindowNeeds(NamedTuple):
 
         They begin `span` pages before that of the oldest token that may still be computed next.
         """
-        return min(self.longest, self.span + 1 + -(-self.run_ahead // self.page_size))
+        return min(self.longest, self.span + 1 + -(-(self.run_ahead + 1) // self.page_size))
 
     @property
     def per_rank(self) -> int:
@@ -154,4 +161,11 @@ class WindowNeeds(NamedTuple):
         # rank has at most one more than its share.
         step = -(-(self.step_tokens // self.page_size) // self.num_ranks)
         most = -(-min(self.longest, self.per_sequence + 1) // self.num_ranks) + (self.num_ranks > 1)
-        return self.max_running * most + step + self.stored_steps * (step + self.max_running)
+        resting = self.resting_steps * (step + self.max_running)
+        stored = self.stored_steps * (step + self.max_running * (1 + most))  # those of loads that have ended too
+        return self.max_running * most + step + resting + stored + self.num_leased
+
+    @property
+    def num_leased(self) -> int:
+        """Window pages of a rank that leases may hold together."""
+        return self.leases * self.per_sequence

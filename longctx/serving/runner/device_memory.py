@@ -153,7 +153,7 @@ class MemoryUse(NamedTuple):
     def pages_within(self, room: int) -> int:
         """Pages that take so many bytes with their window pages."""
         both = max(0, room) // (self.page + self.window_page)
-        if both <= self.most_windows or not self.window_page:
+        if both < self.most_windows or not self.window_page:
             return both
         rest = room - self.most_windows * self.window_page
         return rest // self.page if self.page else _UNLIMITED

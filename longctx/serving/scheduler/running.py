@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,15 +18,20 @@ from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 class PageStores:
     """Full pages of the pool that something beyond the devices may keep.
 
-    A page whose last row is in one step is complete in all stages `stages` steps later: only then it can be read.
+    A page whose last row is in one step is complete in all stages `stages` steps later: only then it can be read. Its
+    window page is held until then.
+
+    Args:
+      windows: of the pool.
 
     Attributes:
       step: the step that is planned, or planned next.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, windows: WindowPages | None = None) -> None:
         self.step = 0
-        self._stages = stages
+        self._stages, self._windows = stages, windows
+        self._held: dict[int, int] = {}  # window pages, by their pages
         self._waiting: deque[tuple[int, PageStore]] = deque()  # with the step before which each can be read
         self._of_page: dict[int, PageStore] = {}  # of each page that can be found
         self._incomplete: dict[int, int] = {}  # until when
@@ -42,6 +48,11 @@ class PageStores:
     def note(self, stores: Iterable[PageStore]) -> None:
         """Pages can be found from now on; their rows are planned."""
         for store in stores:
+            if self._windows is not None:
+                if self._windows.find(store.page) == NO_PAGE:
+                    continue  # without it the page is of no use elsewhere
+                self._held[store.page] = window = self._windows.hold(store.page)
+                store = store._replace(window=window)
             self._of_page[store.page] = store
             self._incomplete[store.page] = self.step + self._stages
             self._waiting.append((self.step + self._stages, store))
@@ -49,6 +60,8 @@ class PageStores:
     def note_evicted(self, page: int, key: Key) -> None:
         """A page is about to be overwritten: it is stored now, unless it is not complete."""
         store = self._of_page.pop(page, None)
+        if self._windows is not None and not self._release(page, is_found=False):
+            return  # its window page may be another one's since it was read
         if store is not None and store.key == key and self._incomplete.get(page, 0) <= self.step:
             self._evicted.append(store)
 
@@ -62,7 +75,15 @@ class PageStores:
             # Whatever was evicted since then is another page by now.
             if self._of_page.get(store.page) is store and store.page not in gone:
                 stores.append(store)
+                self._release(store.page, is_found=True)
         return stores
+
+    def _release(self, page: int, is_found: bool) -> bool:
+        """Give back the window page of a page that is read before the next step; whether it was held."""
+        window = self._held.pop(page, None)
+        if window is not None and self._windows is not None:
+            self._windows.release(window, is_found)
+        return window is not None
 
 
 class Slots:
@@ -90,6 +111,7 @@ class Running:
 
     Args:
       stores: is told of full pages, if something beyond the devices keeps pages.
+      stages: of the pipeline.
 
     Attributes:
       prefilling: prompt tokens are yet to be planned or loaded; in order of arrival.
@@ -98,11 +120,15 @@ class Running:
       prompt_rows: tokens of prompts that have been planned so far.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, max_running: int, stores: PageStores | None = None) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, max_running: int, stores: PageStores | None = None, stages: int = 1
+    ) -> None:
         self.pool, self.page_size, self.stores = pool, page_size, stores
+        self._stages, self._step = stages, 0
         self.max_running, self.slots = max_running, Slots(max_running)
         self.prompt_rows = 0
         self._advanced: list[Sequence] = []  # whose prompts the last step read on
+        self._resting: deque[tuple[int, int, int]] = deque()  # window pages and their pages, until a step
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
 
@@ -209,12 +235,14 @@ class Running:
         if self.pool.windows is not None:
             self._advanced.append(sequence)
 
-    def release_seen(self) -> None:
-        """Give back the window pages that no row sees from this step on, of the prompts in the last one.
+    def release_seen(self, step: int) -> None:
+        """Give back the window pages that no row sees from a step on, of the prompts in the last one.
 
         Decodes give back theirs when they get a new page. A row that is planned already runs before what a later one
-        writes over them.
+        writes over them. But what loads write reaches all stages at once: so they rest until it has left the stages.
         """
+        self._step = step
+        self._end_rest(step)
         for sequence in self._advanced:
             self._release_windows(sequence, sequence.computed)
         self._advanced.clear()
@@ -241,20 +269,35 @@ class Running:
     def _release_windows(self, sequence: Sequence, computed: int) -> None:
         """Give back the window pages of a sequence that neither token `computed` nor a later one sees.
 
-        Results in flight may tell that it has ended before them: those that its last page sees are kept till then.
+        Results in flight may tell that it has ended before them: those that its last page sees are kept till then, as
+        another engine may go on with its last token but one.
         """
         windows = self.pool.windows
         assert windows is not None
-        token = min(computed, sequence.length - sequence.in_flight - 1)
-        self._release_before(windows, sequence, token // self.page_size - windows.span)
-
-    def _release_before(self, windows: WindowPages, sequence: Sequence, stop: int) -> None:
-        held = sequence.window_pages
+        token = max(0, min(computed, sequence.length - sequence.in_flight - 1) - 1)
+        stop, held = token // self.page_size - windows.span, sequence.window_pages
         for number in range(sequence.window_first, min(stop, len(held))):
             if held[number] != NO_PAGE:
-                windows.release(held[number], self.pool.is_found(sequence.pages[number]))
+                self._resting.append((self._step + self._stages - 1, held[number], sequence.pages[number]))
                 held[number] = NO_PAGE
         sequence.window_first = max(stop, sequence.window_first)
+        self._end_rest(self._step)
+
+    def _end_rest(self, step: float) -> None:
+        windows = self.pool.windows
+        while self._resting and self._resting[0][0] <= step and windows is not None:
+            _, window, page = self._resting.popleft()
+            windows.release(window, self.pool.is_found(page))
+
+    def _release_all_windows(self, windows: WindowPages, sequence: Sequence) -> None:
+        held = sequence.window_pages
+        for number in range(sequence.window_first, len(held)):
+            if held[number] != NO_PAGE:
+                windows.release(held[number], self.pool.is_found(sequence.pages[number]))
+                held[number] = NO_PAGE  # a lease may have the list
+        sequence.window_pages, sequence.window_first = [], 0
+        if not self:
+            self._end_rest(math.inf)  # results of rows in the stages are dropped
 
     def _announce(self, listener: PageListener, sequence: Sequence, first: int, are_new: list[bool]) -> None:
         """Tell of those full pages of a sequence, from page `first` on, that can be found since now."""
@@ -275,9 +318,8 @@ class Running:
         self.pool.unreserve(sequence.reserved)
         self.pool.promise(-sequence.promised)
         if self.pool.windows is not None:
-            self._release_before(self.pool.windows, sequence, len(sequence.window_pages))
+            self._release_all_windows(self.pool.windows, sequence)
         self.pool.release(sequence.pages, sequence.order)
-        sequence.window_pages, sequence.window_first = [], 0
         sequence.slot, sequence.reserved, sequence.pages = None, [], []
         sequence.ranks, sequence.rank_pages = (), []
         sequence.claim = sequence.promised = 0
@@ -350,7 +392,8 @@ class PageLoads:
             if len(keys) < count:  # of the last page only some tokens are there, whatever comes after them
                 assert sequence.tail_key is not None
                 keys = [*keys, sequence.tail_key]
-            batch.loads.append(PageLoad(name, keys, sequence.pages[first : first + count], sequence.source))
+            pages, windows = (held[first : first + count] for held in (sequence.pages, sequence.window_pages))
+            batch.loads.append(PageLoad(name, keys, pages, sequence.source, windows or None))
 
     def end(self, loaded: Loaded) -> Sequence | None:
         """End a load and return the sequence that goes on; None if no sequence waits for it any more."""
@@ -365,7 +408,9 @@ class PageLoads:
             sequence.available = 0  # the rest is computed
             missed = self._running.pages_of(sequence.loading_until) - self._running.pages_of(tokens)
             self.missed[TIERS if sequence.source == TIERS else "transfers"] += missed
-            if not self._running.can_resume(sequence, tokens):
+            # Of pages of another engine the last ones alone have what layers with a window see.
+            is_whole = sequence.source == TIERS or self._running.pool.windows is None
+            if not (is_whole and self._running.can_resume(sequence, tokens)):
                 self._restart(sequence)
                 return sequence
         sequence.computed = tokens

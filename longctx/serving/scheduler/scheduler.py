@@ -58,10 +58,10 @@ class Scheduler:
     ) -> None:
         placer, self.is_optimistic = placer or Placer(), admission == "optimistic"
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
-        self.stores = PageStores(self.plan.stage) if keeps_pages else None
+        self.stores = PageStores(self.plan.stage, pool.windows) if keeps_pages else None
         if self.stores is not None:
             pool.on_evict = self.stores.note_evicted
-        self.running = Running(pool, page_size, max_running, self.stores)
+        self.running = Running(pool, page_size, max_running, self.stores, self.plan.stage)
         rows, rank_tokens = chunker.chunking.tokens, pool.per_rank * page_size
         time = PromptTime(chunker.predictor, chunker.rule, placer, rows, page_size, rank_tokens)
         self.forecast = Forecast(chunker.predictor, time, self.plan, slo or Slo())
@@ -132,7 +132,7 @@ class Scheduler:
         batch = Batch(self.num_steps)
         if self.stores is not None:
             self.stores.step = batch.index
-        self.running.release_seen()
+        self.running.release_seen(batch.index)
         self.forecast.rescale_predictions(self.waiting, self.running.prefilling)
         self._plan_decodes(batch)
         self.running.slots.reclaim(batch.index)

@@ -162,7 +162,7 @@ class VirtualExecutor:
         loads, self._loads = self._loads, []
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
-    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
+    def read_pages(self, pages: List[int], layers: tuple[int, int], windows: List[int] | None = None) -> PageRead:
         """NotImplementedError: its pages hold nothing."""
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
