@@ -246,7 +246,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_scale": 1.0}, TypeError, "k_scale must be a jax.Array or numpy.ndarray, got float"),
     ({"k_pages": FLOATS, "v_pages": FLOATS}, TypeError, "k_pages must be float8_e4m3fn, or uint8, .* got float32"),
     ({"k_pages": PAGES.astype(jnp.float8_e5m2)}, TypeError, "k_pages must be float8_e4m3fn, .* got float8_e5m2"),
-    ({"v_pages": PAGES.view(jnp.float8_e4m3fn)}, ValueError, "k_pages and v_pages must have one shape and dtype"),
+    ({"v_pages": PAGES.view(jnp.float8_e4m3fn)}, ValueError, "k_pages and v_pages must have one shape, .* one dtype"),
 ]
 
 
