@@ -417,11 +417,8 @@ class Core:
         if not sequence.is_running or length <= 0:
             self.leases.drop(lease_id, sequence)
             return
-        keys, held = (
-            self._lease_keys(completion, sequence.keys, length),
-            (sequence.pages, length, sequence.window_pages),
-        )
-        if self.leases.keep(lease_id, sequence, keys, *held):
+        keys = self._lease_keys(completion, sequence.keys, length)
+        if self.leases.keep(lease_id, sequence, keys, sequence.pages, length, sequence.window_pages):
             completion.lease = Lease(lease_id, length)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
