@@ -151,7 +151,7 @@ class MemoryUse(NamedTuple):
         return min(fitting, fast) or fitting
 
     def pages_within(self, room: int) -> int:
-        """Pages that take so many bytes with their window pages."""
+        """Pages that, with their window pages, take a number of bytes."""
         both = max(0, room) // (self.page + self.window_page)
         if both < self.most_windows or not self.window_page:
             return both

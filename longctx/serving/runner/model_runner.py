@@ -102,7 +102,7 @@ class ModelRunner:
             self.allocate(num_pages, num_window_pages)
 
     def allocate(self, num_pages: int, num_window_pages: int = 0) -> None:
-        """Make the arrays of the state, with so many pages of each rank; once.
+        """Make the arrays of the state, with a number of pages of each rank; once.
 
         Raises:
           ValueError: the model has sliding layers and there are no window pages, or the other way round.
@@ -129,7 +129,7 @@ class ModelRunner:
         )
 
     def abstract_state(self, num_pages: int, num_window_pages: int = 0) -> DeviceState:
-        """Return shapes, dtypes and shardings of the state with so many pages of each rank; no array is made."""
+        """Return shapes, dtypes and shardings of the state with a number of pages of each rank; no array is made."""
         dtype = self.params["embed"].dtype
         sizes = num_pages, self._page_size, self._slots, self._entries, self._num_rows, num_window_pages
         return abstract_state(self.model.config, self.mesh, dtype, self._kv_dtype, *sizes)
