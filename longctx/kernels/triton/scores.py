@@ -32,7 +32,7 @@ class ScoreConfig:
 
     @property
     def factor(self) -> float:
-        """What the logarithm of weights to base 2 is of differences of scores of the forward pass."""
+        """The ratio of logarithms of weights to base 2 and differences of scores of the forward pass."""
         return self.unit * LOG2E
 
     def scores(self, products: Array) -> Array:
