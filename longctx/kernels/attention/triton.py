@@ -35,7 +35,7 @@ _FEWEST_BLOCKS = 4
 
 
 class RowTiles(NamedTuple):
-    """Tiling of the rows of queries: static."""
+    """Static sizes of the tiles of rows of queries."""
 
     tokens: int  # of a tile
     members: int  # query heads of one KV head in a tile
@@ -50,7 +50,7 @@ class RowTiles(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Arrays that the mask needs, with lengths in whole tiles and blocks: arrays `[Bm, tokens]`.
+    """Arrays that the mask needs, with lengths in whole tiles and blocks, `[Bm, tokens]`.
 
     Padding has the segment -1 in queries and -2 in keys, so that it never matches.
     """
@@ -63,7 +63,7 @@ class Seen(NamedTuple):
 
 
 class TritonPlan(NamedTuple):
-    """Results that follow from shapes and metadata alone."""
+    """Arrays that follow from shapes and metadata alone."""
 
     seen: Seen
     ranges: Array  # int32 [Bm, tiles, 4]: the fields of `BlockRange`

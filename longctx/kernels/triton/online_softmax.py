@@ -20,7 +20,7 @@ class OnlineSoftmax(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, pieces: Sequence[Piece]) -> "OnlineSoftmax":
-        """Return the state over no keys."""
+        """Return the softmax over no keys."""
         zeros = jnp.zeros((rows,), jnp.float32)
         accs = tuple(jnp.zeros((rows, piece.size), jnp.float32) for piece in pieces)
         return cls(jnp.full((rows,), -jnp.inf, jnp.float32), zeros, accs)

@@ -32,7 +32,7 @@ class ScoreConfig:
 
     @property
     def factor(self) -> float:
-        """Factor that makes of differences of the forward pass's scores the logarithm of weights to base 2."""
+        """The ratio of logarithms of weights to base 2 and differences of scores of the forward pass."""
         return self.unit * LOG2E
 
     def scores(self, products: Array) -> Array:

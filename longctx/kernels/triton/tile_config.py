@@ -146,5 +146,5 @@ def _pressure(*head_sizes: int) -> int:
 
 
 def _power_over(num_rows: int) -> int:
-    """The smallest side of a tile that has `num_rows` rows."""
+    """The smallest side of a tile that has at least this number of rows."""
     return max(SMALLEST, 1 << (num_rows - 1).bit_length())
