@@ -102,6 +102,10 @@ def triton_attention(
     kv_length, kv_heads = k.shape[-3:-1]
     group = heads // kv_heads
     tiles = TileConfig.forward(head_size, v.shape[-1], q.dtype, length * group)
+    planned = TileConfig.forward(head_size, head_size, q.dtype, length * group)
+    if (tiles.block_q, tiles.block_kv) != (planned.block_q, planned.block_kv):
+        # A plan is made without values: with another head size they may take other tiles.
+        plan = _plan(tiles, group, length, queries, keys, rule)
     rows = RowTiles.of(length, group, tiles.block_q)
     programs = batch * kv_heads * rows.parts * rows.num
     config = ForwardConfig(
@@ -135,8 +139,13 @@ def plan_triton(
     (_, length, heads, head_size), (kv_heads,) = q_shape, k_shape[-2:-1]
     group = heads // kv_heads
     tiles = TileConfig.forward(head_size, head_size, dtype, length * group)
-    seen = whole_blocks(rule.visible(queries), keys, RowTiles.of(length, group, tiles.block_q).tokens, tiles.block_kv)
-    return TritonPlan(seen, ranges_of(seen, RowTiles.of(length, group, tiles.block_q).tokens, tiles.block_kv))
+    return _plan(tiles, group, length, queries, keys, rule)
+
+
+def _plan(tiles: TileConfig, group: int, length: int, queries: Tokens, keys: Tokens, rule: AttentionRule) -> TritonPlan:
+    tokens = RowTiles.of(length, group, tiles.block_q).tokens
+    seen = whole_blocks(rule.visible(queries), keys, tokens, tiles.block_kv)
+    return TritonPlan(seen, ranges_of(seen, tokens, tiles.block_kv))
 
 
 def whole_blocks(queries: Visible, keys: Tokens, block_q: int, block_kv: int) -> Seen:
