@@ -250,7 +250,7 @@ def test_an_error_is_one_line(
 def test_memory_that_runs_out_is_exit_status_1(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr("longctx.cli.engine.load_checkpoint", fail)
