@@ -14,7 +14,7 @@ from longctx.parallel import make_mesh
 from longctx.serving import ParallelPlan
 
 GROW, AUTO, PASS_Q, PASS_KV = STRATEGIES
-FEW = [((1, 4, 2), GROW), ((1, 3, 1), PASS_KV), ((2, 2, 2), AUTO)]
+FEW = [((1, 4, 2), GROW), ((1, 3, 1), PASS_KV)]
 MORE = [
     (sizes, strategy)
     for sizes in ((1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 5, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2), (3, 2, 1))
