@@ -12,13 +12,13 @@ import pytest
 from h100 import gpu_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from triton_code import TARGETS
 
 from benchmarks import cuda_tools
 from longctx.kernels import attention, explain
 from longctx.kernels.triton.tile_config import pieces_of
 from longctx.parallel import ring_pass_kv
 
-ARCHITECTURES = {"A100": "sm_80", "RTX 4090": "sm_89", "H100": "sm_90a", "B200": "sm_100a"}
 PRODUCTS = {"float32": r"tf32\.tf32", "bfloat16": r"(bf16\.bf16|kind::f16)", "float16": r"(f16\.f16|kind::f16)"}
 # Head sizes of keys and values; rows of queries.
 PREFILL, DECODE = 2048, 1
@@ -71,7 +71,7 @@ def check(kind: str, sizes: tuple[int, int], dtype: str, rows: int, folder: Path
         assert re.search(rf"mma[\w.:]*{PRODUCTS[dtype]}", ptx), name
         assert "cp.async" in ptx, name
         for version in machine_code.VERSIONS:
-            assembled = cuda_tools.assemble(ptx, version, ARCHITECTURES[kind])
+            assembled = cuda_tools.assemble(ptx, version, TARGETS[kind])
             assert assembled.spilled_bytes <= most, (name, assembled.report)
 
 
@@ -92,7 +92,7 @@ def test_kernels(kind: str, sizes: tuple[int, int], dtype: str, rows: int, tmp_p
 
 
 CASES = [
-    *((kind, sizes, "bfloat16", PREFILL) for kind in ARCHITECTURES for sizes in (*SIZES, LATENT)),
+    *((kind, sizes, "bfloat16", PREFILL) for kind in TARGETS for sizes in (*SIZES, LATENT)),
     *(("A100", sizes, "float32", PREFILL) for sizes in SIZES),
     *(("RTX 4090", sizes, "bfloat16", DECODE) for sizes in (*SIZES, LATENT)),
 ]

@@ -15,7 +15,7 @@ from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.scores import LOG2E
-from longctx.kernels.triton.tile_config import TileConfig
+from longctx.kernels.triton.tile_config import TileConfig, power_over
 
 # Float32 numbers that the threads of a program hold of pieces.
 _HELD = 4096
@@ -60,15 +60,10 @@ def _sizes(total: int, head_size: int) -> tuple[int, int]:
 
     The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
     """
-    held = max(1, _HELD // _above(head_size))
+    held = max(1, _HELD // power_over(head_size))
     few = 4 * Device.target().num_multiprocessors
     num_loads = min(_MOST_PIECES, held) if total <= few else min(8, held) if total <= 8 * few else 2
     return max(1, held // num_loads) if total > few else 1, num_loads
-
-
-def _above(x: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (x - 1).bit_length()
 
 
 class _Layout(NamedTuple):
@@ -92,7 +87,7 @@ def _kernel(layout: _Layout, num_rows: int, num_loads: int, *refs: Any) -> None:
     tile, slot = (op(jnp.maximum(at, 0), jnp.int32(layout.block_q)) for op in (lax.div, lax.rem))
     item = kv_head * layout.num_tiles + tile
     first, number = (adapter.load(pieces, item, jnp.full_like(item, column), mask=at >= 0) for column in (0, 1))
-    column = lax.iota(jnp.int32, _above(head_size))
+    column = lax.iota(jnp.int32, power_over(head_size))
     is_column = column < head_size
 
     def absorb(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

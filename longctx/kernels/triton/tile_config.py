@@ -64,7 +64,7 @@ def pieces_of(head_size: int) -> tuple[Piece, ...]:
     start = 0
     while start < head_size:
         rest = head_size - start
-        above = max(SMALLEST, 1 << (rest - 1).bit_length())
+        above = _side_over(rest)
         size = above if 4 * rest > 3 * above or above == SMALLEST else above // 2
         found.append(Piece(start, size, head_size))
         start += size
@@ -98,9 +98,9 @@ class TileConfig:
         columns = padded(head_size) + padded(value_size)
         if jnp.dtype(dtype).itemsize == 4:
             block_q, block_kv = (32, 32) if _pressure(head_size, value_size) <= 256 else (16, 16)
-            return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps=8, num_stages=2)
+            return cls(min(block_q, _side_over(num_rows)), block_kv, num_warps=8, num_stages=2)
         block_q, block_kv = next(sizes for most, sizes in _FORWARD.items() if columns <= most)
-        block_q = min(block_q, _power_over(num_rows))
+        block_q = min(block_q, _side_over(num_rows))
         # Fewer warps read keys and values less often from shared memory, where a thread has registers for their rows.
         is_small = block_q * columns <= 64 * 256 and columns <= 512
         num_warps = 4 if is_small and (block_q < 128 or _is_whole(head_size, value_size)) else 8
@@ -115,7 +115,7 @@ class TileConfig:
         pressure = _pressure(head_size, value_size)
         of_queries, of_keys = next(sizes for most, sizes in table.items() if pressure <= most)
         block_q, block_kv, num_warps = of_keys if from_keys else of_queries
-        return cls(min(block_q, _power_over(num_rows)), block_kv, num_warps, num_stages=2)
+        return cls(min(block_q, _side_over(num_rows)), block_kv, num_warps, num_stages=2)
 
     @classmethod
     def paged(cls, head_size: int, dtype: DTypeLike, num_rows: int, is_fp8: bool) -> "TileConfig":
@@ -129,7 +129,7 @@ class TileConfig:
             block_q, block_kv, num_warps = (32, 32, 4) if columns <= 128 else (16, 16, 8)
         elif columns > 128:
             block_q, block_kv = 64 if columns == 256 else 32, 32
-        block_q = min(block_q, _power_over(num_rows))
+        block_q = min(block_q, _side_over(num_rows))
         if block_q * columns > 64 * 128:
             num_warps = 8
         return cls(block_q, block_kv, num_warps, num_stages=3)
@@ -145,6 +145,11 @@ def _pressure(*head_sizes: int) -> int:
     return sum(padded(size) + 64 * (len(pieces_of(size)) - 1) for size in head_sizes)
 
 
-def _power_over(num_rows: int) -> int:
-    """The smallest side of a tile that has at least this number of rows."""
-    return max(SMALLEST, 1 << (num_rows - 1).bit_length())
+def power_over(x: int) -> int:
+    """The smallest power of two that is no less than x."""
+    return 1 << (x - 1).bit_length()
+
+
+def _side_over(count: int) -> int:
+    """The smallest side of a tile that has `count` rows or columns."""
+    return max(SMALLEST, power_over(count))

@@ -157,9 +157,9 @@ def _step_layer(
     def on_device(weights: Params, index: Array, shared: Any, cache: PagedCache) -> tuple[Array, PagedCache]:
         x, rope, attend = _squeeze(shared)
         sliding = sliding_of_stage(model, mesh)
-        kind: Any = {} if sliding is None else {"is_sliding": sliding[index]}
+        is_sliding = None if sliding is None else sliding[index]
         collectives = collectives_of(attend.shape)
-        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives, **kind)
+        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, *collectives, is_sliding=is_sliding)
         return x[None], cache
 
     cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"], cache.is_fp8).cache

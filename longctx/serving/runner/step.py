@@ -145,8 +145,8 @@ def _step_on_device(
 ) -> tuple[DeviceState, Array, Array]:
     x, rope, attend = begin_step(model, mesh, shape, sections, params["embed"], state, rows)
     layers = of_one_stage(params["layers"])
-    sliding: Any = {} if state.window_table is None else {"sliding": sliding_of_stage(model, mesh)}
-    x, cache = model.run_layers(layers, x, rope, attend, state.cache, *collectives_of(shape), **sliding)
+    sliding = sliding_of_stage(model, mesh)
+    x, cache = model.run_layers(layers, x, rope, attend, state.cache, *collectives_of(shape), sliding=sliding)
     stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
     last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
     state = state._replace(cache=cache, rows=stage_rows, **jax.tree.map(lambda x: x[None], attend.tables_of_state))
