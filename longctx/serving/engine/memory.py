@@ -47,10 +47,10 @@ def estimate(
       is_loaded: whether the parameters are loaded already.
       plan: of the mesh; None: pages grow from rank to rank.
     """
-    plan = plan or ParallelPlan(**{axis: mesh.shape[axis] for axis in AXES})
-    weights, sizes = param_bytes(model, mesh, dtype, plan.ffn), page_bytes(model, config, mesh, dtype)
+    ffn: Ffn = "tensor" if plan is None else plan.ffn
+    weights, sizes = param_bytes(model, mesh, dtype, ffn), page_bytes(model, config, mesh, dtype)
     slots = _slot_bytes(model, config, mesh, dtype, max_length)
-    temporaries = _temporary_bytes(model, config, mesh, plan.ffn)
+    temporaries = _temporary_bytes(model, config, mesh, ffn)
     memory = DeviceMemory.of(mesh.local_devices)
     if memory is None:
         limit, count = available_bytes() or _UNKNOWN, len(mesh.local_devices)
