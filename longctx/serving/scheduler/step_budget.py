@@ -73,7 +73,7 @@ class StepBudget:
         else:
             for chunk in decodes:
                 self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
-        self._works = work_by_rank(decodes, plan.context, page_size)
+        self._works = work_by_rank(decodes, plan.context, page_size, window=self._rule.window)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
 
@@ -301,5 +301,6 @@ class StepBudget:
             new = [works[ranks[0]].with_chunk(start, count, samples)]
         else:
             starts = [replicated_start(sequence, rank, start, count, self._page_size) for rank in ranks]
-            new = [works[rank].with_chunk(here, count, samples, True) for rank, here in zip(ranks, starts, strict=True)]
+            replicated, places = (True, self._rule.rank_window), zip(ranks, starts, strict=True)
+            new = [works[rank].with_chunk(here, count, samples, *replicated) for rank, here in places]
         return [_RankWork(rank, work, predict(work)) for rank, work in zip(ranks, new, strict=True)]
