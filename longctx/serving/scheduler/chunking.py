@@ -4,7 +4,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -134,7 +134,21 @@ class Chunker:
         """
         if not prompts:
             return {}
-        step = StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
+        step = self.step(decodes)
+        return self.fill(step, prompts, now, lambda head: self._targets(step, head, decodes, in_stages))
+
+    def step(self, decodes: List[Chunk], work: Work | None = None) -> StepBudget:
+        """Return a step that has decodes alone, see `StepBudget`."""
+        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule, work)
+
+    def fill(
+        self, step: StepBudget, prompts: List[Sequence], now: float, targets_of: Callable[[Sequence], List[float]]
+    ) -> dict[Sequence, Share]:
+        """Fill a step with chunks of prompts, at least one, and return the share of each that gets one.
+
+        Args:
+          targets_of: the TPOT targets that bound a step whose most urgent prompt is given.
+        """
         order = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(order)
         if head.remaining > step.room(head):  # else rows do not stay as many
@@ -143,7 +157,7 @@ class Chunker:
             return {}
         # Where each has a step to itself, only those are looked at for whom it leaves something.
         others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
-        targets = self._targets(step, head, decodes, in_stages) if self.heeds_targets else []
+        targets = targets_of(head) if self.heeds_targets else []
         least = self._set_limit(step, head, others, targets)
         self._take(step, head, others, least, now)
         if self.plan.context > 1:
@@ -180,10 +194,24 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = sum(count_rows(chunks, self.plan.context))
+            self.note_rows(sum(count_rows(chunks, self.plan.context)))
+
+    def note_rows(self, rows: int) -> None:
+        """Remember the rows of a batch, see `note`."""
+        if self.plan.stage > 1:
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
+
+    @property
+    def history(self) -> tuple[tuple[int, ...], int]:
+        """What is remembered of the batches before: it can be set to what it was."""
+        return tuple(self._recent), self._grown
+
+    @history.setter
+    def history(self, history: tuple[tuple[int, ...], int]) -> None:
+        self._recent = deque(history[0], self._recent.maxlen)
+        self._grown = history[1]
 
     def advance(self, steps: int, batches: Iterable[List[Chunk]]) -> None:
         """Advance as if steps with as many rows as those before had been planned; `batches`: the last, one a stage."""

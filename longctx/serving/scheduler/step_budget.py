@@ -47,6 +47,7 @@ class StepBudget:
       tokens: rows that a step may have, of all three kinds.
       decodes: chunks that are in the step already.
       rule: says whose rows are sharded; None: without predictions.
+      work: of the decodes, on one rank alone, where it is known; they need not be given then.
 
     Attributes:
       limit: seconds that its slowest rank may take.
@@ -61,6 +62,7 @@ class StepBudget:
         tokens: int,
         decodes: List[Chunk],
         rule: ExchangeRule | None = None,
+        work: Work | None = None,
     ) -> None:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
@@ -68,12 +70,12 @@ class StepBudget:
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
+        self._works = work_by_rank(decodes, plan.context, page_size) if work is None else [work]
         if plan.context == 1:  # at once, for there are many
-            self._local[0] = sum([chunk.num_tokens for chunk in decodes])
+            self._local[0] = self._works[0].rows
         else:
             for chunk in decodes:
                 self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
-        self._works = work_by_rank(decodes, plan.context, page_size)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
 
@@ -81,6 +83,11 @@ class StepBudget:
     def rows(self) -> int:
         """Rows of each kind on the rank that has most of it."""
         return -(-self._sharded // self._num_ranks) + max(self._replicated) + max(self._local)
+
+    @property
+    def work(self) -> Work:
+        """Work of the first rank."""
+        return self._works[0]
 
     @property
     def seconds(self) -> float:
