@@ -158,8 +158,8 @@ class Chunker:
         # Where each has a step to itself, only those are looked at for whom it leaves something.
         others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
         targets = targets_of(head) if self.heeds_targets else []
-        least = self._set_limit(step, head, others, targets)
-        self._take(step, head, others, least, now)
+        least_of = self._set_limit(step, head, others, targets)
+        self._take(step, head, others, least_of, now)
         if self.plan.context > 1:
             if step.limit == math.inf:
                 step.limit = step.full_seconds()
@@ -169,7 +169,7 @@ class Chunker:
         for number, other in enumerate(others or order, 1):
             if other in step.shares or step.take_whole(other):
                 continue
-            self._take(step, other, others[number:], 0, now)
+            self._take(step, other, others[number:], None, now)
             if step.is_full or (self.plan.context == 1 and not step.has_all(other)):
                 break
         return step.shares
@@ -241,8 +241,10 @@ class Chunker:
             waiting = [(sequence, others) for sequence, others in waiting if ranks.isdisjoint(others)]
         return [sequence.tpot_target for sequence, _ in waiting if sequence.tpot_target is not None]
 
-    def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]) -> int:
-        """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
+    def _set_limit(
+        self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]
+    ) -> Callable[[], int]:
+        """Set the seconds that a step may take. Returns what finds the smallest chunk of the most urgent prompt.
 
         Where other ranks have prompts too, and wait, it is no more than these can use: what all rows take without
         context, or a chunk of the most urgent prompt that is still good. Static chunks too leave decodes of other ranks
@@ -260,15 +262,28 @@ class Chunker:
         if has_others:
             good = min(self._smallest(context, _GOOD) * spread, step.room(head))
             step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
-        return self._smallest(context, efficient) * spread if efficient else 1
+        return lambda: self._smallest(context, efficient) * spread if efficient else 1
 
-    def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
-        """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
-        least = min(least, step.room(sequence))
-        if not least and not step.has_room(sequence):
+    def _take(
+        self,
+        step: StepBudget,
+        sequence: Sequence,
+        others: List[Sequence],
+        least_of: Callable[[], int] | None,
+        now: float,
+    ) -> None:
+        """Give a prompt the room that its ranks have, or the least, but for what it lends to less urgent ones.
+
+        Args:
+          least_of: finds the least that it gets, which takes long; None: it may get nothing.
+        """
+        room = step.room(sequence)
+        if (least_of is None or not room) and not step.has_room(sequence):
             return
-        borrowers = self._borrowers(step, sequence, others) if lends_steps(self.policy) else []
+        least = -1  # not known yet
+        borrowers = self._borrowers(step, sequence, others) if others and lends_steps(self.policy) else []
         if borrowers:
+            least = 0 if least_of is None else min(least_of(), room)
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
@@ -278,7 +293,10 @@ class Chunker:
             beside.fill(sorted(borrowers, key=lambda s: (s.prefill_remaining, s.order)))
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-        count = max(min(least, step.room(sequence)), step.largest(sequence))
+        count, left = step.largest(sequence), step.room(sequence)
+        if count < left and least_of is not None:
+            least = min(least_of(), room) if least < 0 else least
+            count = max(min(least, left), count)
         step.take(sequence, self._fill_program(step, sequence, count) if self.chunking.adaptive else count)
 
     def _fill_program(self, step: StepBudget, sequence: Sequence, count: int) -> int:

@@ -69,6 +69,7 @@ class StepBudget:
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
+        self._alone: dict[tuple[Sequence, int], list[_RankWork]] = {}  # of shares that were asked about, on one rank
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
         self._works = work_by_rank(decodes, plan.context, page_size) if work is None else [work]
         if plan.context == 1:  # at once, for there are many
@@ -244,6 +245,7 @@ class StepBudget:
 
     def _add(self, sequence: Sequence, share: Share, works: list[_RankWork]) -> None:
         self.shares[sequence] = share
+        self._alone = {}
         for rank, work, seconds in works:
             self._works[rank], self._seconds[rank] = work, seconds
         self._place(*share)
@@ -293,8 +295,11 @@ class StepBudget:
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples, works, predict = count == sequence.remaining, self._works, self._predictor.seconds
         if self._num_ranks == 1:
-            work = works[0].with_chunk(start, count, samples)
-            return [_RankWork(0, work, predict(work))]
+            known = self._alone.get((sequence, count))
+            if known is None:
+                work = works[0].with_chunk(start, count, samples)
+                known = self._alone[sequence, count] = [_RankWork(0, work, predict(work))]
+            return known
         if share.sharded:
             rows = sharded_rows(count, self._sharded, self._num_ranks)
             # About: chunks of several sequences may have most of their keys on different ranks.
