@@ -130,6 +130,25 @@ def test_files_that_are_none_of_pages(tmp_path: Path, name: str) -> None:
     assert reopened(tmp_path) == (5, 2)
 
 
+def test_files_that_are_deleted_while_a_store_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's own file, and one of a writer that has ended and whose files are moved."""
+    paths = written(tmp_path)
+    ended = tmp_path / "writer-of-before"
+    ended.mkdir()
+    paths[4].rename(ended / paths[4].name)
+    listdir = os.listdir
+
+    def delete_one(folder: Path) -> list[str]:
+        names = listdir(folder)
+        for path in (paths[3], ended / paths[4].name):
+            if path.parent == folder:
+                path.unlink(missing_ok=True)
+        return names
+
+    monkeypatch.setattr(os, "listdir", delete_one)
+    assert reopened(tmp_path) == (3, 0)
+
+
 def test_the_disk_keeps_to_its_bytes(tmp_path: Path) -> None:
     store = make_store(tmp_path, disk_bytes=12 * FILE)
     for name in "abcdef":

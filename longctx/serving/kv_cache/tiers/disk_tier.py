@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
@@ -147,8 +147,9 @@ class DiskTier(TierIndex[DiskPage]):
             self._folder = hidden.rename(root / f"{_FOLDER}{name}")
         (self._folder / "probe.tmp").write_bytes(b"")
         for folder in free:
-            for file in _files(folder):
-                os.rename(file.path, self._folder / file.name)
+            for file, _ in _files(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    file.rename(self._folder / file.name)
         for folder in (self._folder, *free):
             self._unlink(folder.glob("*.tmp"))  # of a writer that was killed
 
@@ -165,12 +166,10 @@ class DiskTier(TierIndex[DiskPage]):
     def _find(self) -> None:
         """Take in the files of the folder: those of other models first, which go first, then the oldest."""
         found = []
-        for file in _files(self._folder):
-            status = file.stat()
-            name = self._name_of(file.name, status.st_size)
-            found.append((name is not None, status.st_mtime_ns, file.path, name, status.st_size))
-        for is_usable, _, place, name, size in sorted(found):
-            path = Path(place)
+        for path, status in _files(self._folder):
+            name = self._name_of(path.name, status.st_size)
+            found.append((name is not None, status.st_mtime_ns, path, name, status.st_size))
+        for is_usable, _, path, name, size in sorted(found):
             self.num_unusable += not is_usable
             is_cut = path.name.startswith(f"{self._model}-") and not is_usable
             if not is_cut:
@@ -194,10 +193,12 @@ class DiskTier(TierIndex[DiskPage]):
         return name if model == self._model and size == self._file_bytes else None
 
 
-def _files(folder: Path) -> list[os.DirEntry[str]]:
-    """List what a writer's folder has: pages, and what else there may be, such as files of older versions."""
-    with os.scandir(folder) as found:
-        return [file for file in found if file.name != "lock" and not file.name.endswith(".tmp")]
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """List what a writer's folder has: pages, and files of older versions, but none that is deleted meanwhile."""
+    for name in os.listdir(folder):
+        if name != "lock" and not name.endswith(".tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                yield folder / name, (folder / name).stat()
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
