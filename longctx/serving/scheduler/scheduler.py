@@ -192,7 +192,7 @@ class Scheduler:
             sequence.length += times
             sequence.ready += steps
         self.num_steps += steps
-        self.chunker.predictor.confirm_decodes(predicted)
+        self.chunker.predictor.confirm(predicted)
         self.chunker.advance(steps, [batch.chunks for batch in batches])
 
     def _without_rows(self, batch: Batch) -> Batch:

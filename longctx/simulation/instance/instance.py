@@ -23,6 +23,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.host_times import HostTimes
+from longctx.simulation.instance.prompt_steps import PromptSteps, find_prompt_steps
 from longctx.simulation.instance.repeated_steps import RepeatedSteps, RepetitionFinder
 from longctx.simulation.instance.tokenless import make_sequence
 from longctx.simulation.instance.virtual_executor import DeviceSpeed, TokenlessExecutor
@@ -30,6 +31,8 @@ from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier
 from longctx.simulation.record import Totals
 from longctx.simulation.run import OnEnd
 from longctx.simulation.workloads import WorkloadRequest
+
+_LEAST_STEPS = 16
 
 
 class Instance:
@@ -107,7 +110,8 @@ class Instance:
         finder = RepetitionFinder(self._core, self._queue, self.executor, predictor)
         is_each = bool(seconds or self._host.is_of_steps or speed or self._logs)  # asked for each step
         self._finder = finder if skips_decodes and not is_each else None
-        self._repeated: RepeatedSteps | None = None
+        self._repeated: RepeatedSteps | PromptSteps | None = None
+        self._least = _LEAST_STEPS  # that are planned at once, if nothing else happens before they end
         self._checked = 0  # tokens of the longest request that could be served
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
@@ -166,7 +170,10 @@ class Instance:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
         known = sum([sequence.prefill_remaining for sequence in scheduler.waiting])
-        known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
+        if isinstance(self._repeated, PromptSteps):
+            known += sum(self._repeated.prefill_seconds(self._loop.now))
+        else:
+            known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
         predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
         return known + sum(
             [predictor.prefill_seconds(0, each.prompt_length, rows) for each in (*self._entering, *self._in_front)]
@@ -262,13 +269,18 @@ class Instance:
             self._plan_end()
 
     def _plan_end(self) -> None:
-        self._repeated = steps = None if self._finder is None else self._finder.find()
+        steps: RepeatedSteps | PromptSteps | None = None
+        if self._finder is not None:
+            steps = self._finder.find()
+            if steps is None and not (self.executor.has_tokens or self.executor.notes_prompts):
+                steps = find_prompt_steps(self._core, self._queue, self.executor, self._loop.next_time, self._least)
+        self._repeated = steps
         if steps is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:
             self._loop.at(steps.finished, lambda: self._end_repeated(steps))
 
-    def _end_repeated(self, steps: RepeatedSteps) -> None:
+    def _end_repeated(self, steps: RepeatedSteps | PromptSteps) -> None:
         """End repeated steps, unless they were settled before."""
         if self._repeated is not steps:
             return
@@ -279,7 +291,7 @@ class Instance:
         else:
             self._settle()
 
-    def _move_past(self, steps: RepeatedSteps, periods: int) -> None:
+    def _move_past(self, steps: RepeatedSteps | PromptSteps, periods: int) -> None:
         ends = steps.apply(periods, self._totals, self._steps if self.keep_steps else None)
         if ends:
             self._busy_since = ends[-1]
