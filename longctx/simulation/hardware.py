@@ -55,8 +55,8 @@ def predictor(
       >>> for plan in (ParallelPlan(tensor=8), ParallelPlan(stage=4, tensor=8)):
       ...     stage = predictor(model, "h100-rdma", plan)
       ...     print(plan.stage, round(stage.prefill_seconds(0, 131_072, 4096), 2))  # of its layers, a stage's share
-      1 1.93
-      4 0.52
+      1 1.71
+      4 0.47
     """
     plan = plan or ParallelPlan()
     plan.check(model, plan.num_devices)
