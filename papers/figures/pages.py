@@ -43,9 +43,9 @@ No number of the cost model is from Mnemosyne, Medha or Mooncake, so all their r
 *fitted* are predictions from what others measured:
 
 - Mnemosyne: products, decodes and all-reduces within a host as AIConfigurator's tables have them of H100, hops between
-  hosts as Vidur's and Meta's. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of
-  the kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
-  independent. With FlashAttention 3, which the tables have, they would be half as long.
+  hosts as Meta's paper. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of the
+  kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
+  independent. With FlashAttention 3, which the tables have (68 %), attention would take half as long.
 - Medha: the same for its H100, and for its A100 products, attention and all-reduces by AIConfigurator's tables.
 - Meta: products, in-host all-reduces, norms and decodes' keys are independent measurements, of H100 of 700 W scaled by
   data sheets to these of 500 W. Attention's FLOP/s, RDMA's rates and contention are this paper's own. So TTIT of tensor
