@@ -43,7 +43,7 @@ class KernelSeconds:
             raise ValueError(f"kernel must have finite numbers that are not negative, and an overlap, got {numbers}")
 
     def of_prompts(self, counts: List[int]) -> float:
-        """Seconds of longer chunks of so many tokens, at least one chunk."""
+        """Seconds of longer chunks of that many tokens, at least one chunk."""
         path = min(self.path * max(counts), self.path_most)
         return self.prompts + path + self.row * sum(counts) + self.chunk * len(counts)
 
