@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.api import attention
-from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts
+from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts, check_window
 
 
 @overload
@@ -107,6 +107,7 @@ def dot_product_attention(
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have a shape [B, length, heads, H] or [length, heads, H], got {x.shape}")
     batch, length, kv_length = query.shape[:-3], query.shape[-3], key.shape[-3]
+    check_window(local_window_size, "local_window_size")
     positions: dict[str, Any] = {}
     if is_causal or local_window_size is not None:
         positions = {"q_positions": jnp.arange(length), "kv_positions": jnp.arange(kv_length)}
