@@ -66,9 +66,9 @@ def dot_product_attention(
     """Attention with the arguments and results of `jax.nn.dot_product_attention`, so that one import changes a model.
 
     Results are equal but for rows that see no key: they are 0, where `jax.nn` returns the mean of all values, unless
-    `query_seq_lengths` ends before them. Causality, lengths and the window empty blocks before anything is computed;
-    `bias` or `mask` is read in blocks, and scores are never in memory as a whole; both are first joined to one array of
-    the shape that they broadcast to.
+    `query_seq_lengths` ends before them, and have `lse = -inf`, where `jax.nn` has a large negative number. Causality,
+    lengths and the window empty blocks before anything is computed; `bias` or `mask` is read in blocks, and scores are
+    never in memory as a whole; both are first joined to one array of the shape that they broadcast to.
 
     Args:
       query: `[*B, T, N, H]`, floating point, with one batch dimension or none.
