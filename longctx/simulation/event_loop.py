@@ -42,6 +42,11 @@ class EventLoop:
         heapq.heappush(self._heap, (time, next(self._order), action))
 
     @property
+    def next_time(self) -> float:
+        """Time of the next action; infinite if none is planned."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    @property
     def is_last_now(self) -> bool:
         """True if nothing else is planned for now."""
         return not self._heap or self._heap[0][0] > self.now

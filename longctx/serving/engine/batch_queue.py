@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from itertools import islice
 
 from longctx.serving.scheduler.batch import Batch
@@ -41,10 +42,16 @@ class BatchQueue:
     @property
     def has_room(self) -> bool:
         """Whether one more batch may be planned now."""
-        later = self._stages - 1  # batches in later stages: the steps in which they began have ended
-        if len(self._queue) >= self.run_ahead + later:
-            return False
-        return sum(batch.predicted for batch in islice(self._queue, later, None)) < _AHEAD
+        # Those before are in later stages: the steps in which they began have ended.
+        return self.allows(len(self._queue), [batch.predicted for batch in islice(self._queue, self._stages - 1, None)])
+
+    def allows(self, count: int, seconds: List[float]) -> bool:
+        """Return whether one more batch may be planned behind `count` batches.
+
+        Args:
+          seconds: that those of them are predicted to take that are not in later stages.
+        """
+        return count < self.run_ahead + self._stages - 1 and sum(seconds) < _AHEAD
 
     def is_steady(self, least: float, most: float) -> bool:
         """Whether batches that compute leave room for others alike, as long as each takes between these seconds."""
@@ -56,6 +63,10 @@ class BatchQueue:
         for batch in {id(each): each for each in (*self._in_stages, *self._queue)}.values():
             batch.advance(times, steps, seconds(batch.index + steps))
         self.num_idle += steps * sum(not batch.chunks for batch in self._in_stages)
+
+    def move_to(self, in_flight: List[Batch], in_stages: List[Batch]) -> None:
+        """Have these batches in flight, and these as the last that began, one for each stage."""
+        self._queue, self._in_stages = deque(in_flight), deque(in_stages, self._stages)
 
     @property
     def lacks_successors(self) -> bool:

@@ -29,7 +29,7 @@ from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.output import Event, FinishReason, Lease, Metrics
+from longctx.serving.request.output import Event, FinishReason, Lease, Metrics, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
@@ -237,7 +237,7 @@ class Core:
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
-        events, page_hash, receive, finished = [], self.page_hash, self.scheduler.receive, State.FINISHED
+        events, finished = [], State.FINISHED
         num_tokens = 0
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
             if sequence.state is finished:
@@ -245,18 +245,25 @@ class Core:
             if token < 0:
                 events.append(self._fail(sequence, _NOT_FINITE, now))
                 continue
-            completion = completion_of(sequence)
-            text, reason = completion.push(token, logprob, now)
-            if page_hash is not None and self._fills_page(completion):
-                completion.extend_keys(sequence.keys, page_hash)
-            receive(sequence)
+            text, reason = self.receive(sequence, token, logprob, now)
             if reason is None:
-                events.append(completion.event(text, token))
+                events.append(completion_of(sequence).event(text, token))
             else:
                 events.append(self._finish(sequence, text, token, reason, now))
             num_tokens += 1
         self.counts["output_tokens"] += num_tokens
         return events
+
+    def receive(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float
+    ) -> tuple[str, FinishReason | None]:
+        """Take a token of a sequence; returns the text that became certain, and why the sequence ends, if it does."""
+        completion = completion_of(sequence)
+        text, reason = completion.push(token, logprob, now)
+        if self.page_hash is not None and self._fills_page(completion):
+            completion.extend_keys(sequence.keys, self.page_hash)
+        self.scheduler.receive(sequence)
+        return text, reason
 
     @property
     def repeats(self) -> int:
@@ -300,12 +307,7 @@ class Core:
         self.now = now
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
-
-        Args:
-          sequence: that was in the step.
-          error: what went wrong, a sentence.
-        """
+        """Return the last event of a sequence whose step has failed with an error; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
 from longctx.serving.executor.interface import Executor, Results
@@ -28,7 +29,7 @@ class EndedStep(NamedTuple):
         return self.duration if self.is_exact else None
 
 
-class _Tick(NamedTuple):
+class Tick(NamedTuple):
     """All stages once: begun with the batch of this number, it takes as long as the slowest batch in the stages.
 
     `behind`: how many batches were in flight when it was submitted.
@@ -60,7 +61,7 @@ class SubmitQueue:
         self._executor, self._clock, self._stages = executor, clock, stages
         self._queue: deque[tuple[Batch, Any]] = deque()
         self._in_stages: deque[Batch] = deque(maxlen=stages)
-        self._ticks: deque[_Tick] = deque()  # since the last one that was waited for
+        self._ticks: deque[Tick] = deque()  # since the last one that was waited for
         self._last_end = -math.inf
         self._was_late = False  # whether the last step may have ended long before `_last_end`
         self._in_calls = 0.0  # seconds in the executor's calls since the last end
@@ -78,6 +79,23 @@ class SubmitQueue:
         """Return what the times of later steps depend on, except the times and numbers of those before."""
         last = self._ticks[-1].number if self._ticks else 0
         return self._was_late, len(self._queue), tuple((last - tick.number, tick.behind) for tick in self._ticks)
+
+    @property
+    def ticks(self) -> tuple[Tick, ...]:
+        """Those since the last one that was waited for, the oldest first."""
+        return tuple(self._ticks)
+
+    @property
+    def last_end(self) -> float | None:
+        """Time at which the last step ended, by the queue's clock; None: it may have ended long before."""
+        return None if self._was_late else self._last_end
+
+    def move_to(
+        self, in_flight: List[tuple[Batch, Any]], in_stages: List[Batch], ticks: List[Tick], now: float
+    ) -> None:
+        """Have these batches in flight, with their handles, and these ticks, since a step that has ended now."""
+        self._queue, self._in_stages, self._ticks = deque(in_flight), deque(in_stages, self._stages), deque(ticks)
+        self._last_end, self._in_calls = now, 0.0
 
     def skip(self, steps: int, now: float, predicted: Callable[[int], float]) -> None:
         """Advance as if `steps` more steps had begun and ended in the same pattern, the last one at `now`.
@@ -99,7 +117,7 @@ class SubmitQueue:
             self._in_calls = 0.0
         self._in_calls += self._clock() - begun
         predicted = max(each.predicted for each in self._in_stages)
-        self._ticks.append(_Tick(batch.index, begun, predicted, len(self._queue)))
+        self._ticks.append(Tick(batch.index, begun, predicted, len(self._queue)))
         if batch.chunks:
             self._queue.append((batch, pending))
 

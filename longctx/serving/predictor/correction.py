@@ -62,10 +62,17 @@ class Corrected:
         windows = (self._decodes, self._prompts, self._all)
         return self.decode_factor == self.prompt_factor == 1.0 and all(window.is_all(1.0) for window in windows)
 
-    def confirm_decodes(self, predicted: List[float]) -> None:
-        """As if batches of decodes alone had taken what was predicted, where all before them did."""
-        self._all.add_alike(1.0, predicted)
-        self._decodes.add_alike(1.0, predicted)
+    def confirm(self, predicted: List[float], has_prompts: List[bool] = ()) -> None:
+        """As if batches had taken the seconds that were predicted, where all before them did.
+
+        Args:
+          predicted: seconds of each.
+          has_prompts: whether each has chunks of prompts; empty: none has.
+        """
+        prompts = [seconds for seconds, has in zip(predicted, has_prompts, strict=False) if has]
+        decodes = [s for s, has in zip(predicted, has_prompts, strict=True) if not has] if has_prompts else predicted
+        for window, seconds in ((self._all, predicted), (self._prompts, prompts), (self._decodes, decodes)):
+            window.add_alike(1.0, seconds)
 
     def _correct(self) -> None:
         of_all = self._all.median(1.0)

@@ -4,7 +4,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -134,7 +134,21 @@ class Chunker:
         """
         if not prompts:
             return {}
-        step = StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
+        step = self.step(decodes)
+        return self.fill(step, prompts, now, lambda head: self._targets(step, head, decodes, in_stages))
+
+    def step(self, decodes: List[Chunk], work: Work | None = None) -> StepBudget:
+        """Return a step that has decodes alone, see `StepBudget`."""
+        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule, work)
+
+    def fill(
+        self, step: StepBudget, prompts: List[Sequence], now: float, targets_of: Callable[[Sequence], List[float]]
+    ) -> dict[Sequence, Share]:
+        """Fill a step with chunks of prompts, at least one, and return the share of each that gets one.
+
+        Args:
+          targets_of: the TPOT targets that bound a step whose most urgent prompt is given.
+        """
         order = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(order)
         if head.remaining > step.room(head):  # else rows do not stay as many
@@ -143,9 +157,9 @@ class Chunker:
             return {}
         # Where each has a step to itself, only those are looked at for whom it leaves something.
         others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
-        targets = self._targets(step, head, decodes, in_stages) if self.heeds_targets else []
-        least = self._set_limit(step, head, others, targets)
-        self._take(step, head, others, least, now)
+        targets = targets_of(head) if self.heeds_targets else []
+        least_of = self._set_limit(step, head, others, targets)
+        self._take(step, head, others, least_of, now)
         if self.plan.context > 1:
             if step.limit == math.inf:
                 step.limit = step.full_seconds()
@@ -155,7 +169,7 @@ class Chunker:
         for number, other in enumerate(others or order, 1):
             if other in step.shares or step.take_whole(other):
                 continue
-            self._take(step, other, others[number:], 0, now)
+            self._take(step, other, others[number:], None, now)
             if step.is_full or (self.plan.context == 1 and not step.has_all(other)):
                 break
         return step.shares
@@ -182,10 +196,24 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = sum(count_rows(chunks, self.plan.context))
+            self.note_rows(sum(count_rows(chunks, self.plan.context)))
+
+    def note_rows(self, rows: int) -> None:
+        """Remember the rows of a batch, see `note`."""
+        if self.plan.stage > 1:
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
+
+    @property
+    def history(self) -> tuple[tuple[int, ...], int]:
+        """State that is remembered of the batches before, which can be set again."""
+        return tuple(self._recent), self._grown
+
+    @history.setter
+    def history(self, history: tuple[tuple[int, ...], int]) -> None:
+        self._recent = deque(history[0], self._recent.maxlen)
+        self._grown = history[1]
 
     def advance(self, steps: int, batches: Iterable[List[Chunk]]) -> None:
         """Advance as if steps with as many rows as those before had been planned; `batches`: the last, one a stage."""
@@ -215,8 +243,10 @@ class Chunker:
             waiting = [(sequence, others) for sequence, others in waiting if ranks.isdisjoint(others)]
         return [sequence.tpot_target for sequence, _ in waiting if sequence.tpot_target is not None]
 
-    def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]) -> int:
-        """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
+    def _set_limit(
+        self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]
+    ) -> Callable[[], int]:
+        """Set the seconds that a step may take. Returns what finds the smallest chunk of the most urgent prompt.
 
         Where other ranks have prompts too, and wait, it is no more than these can use: what all rows take without
         context, or a chunk of the most urgent prompt that is still good. Static chunks too leave decodes of other ranks
@@ -234,15 +264,28 @@ class Chunker:
         if has_others:
             good = min(self._smallest(context, _GOOD) * spread, step.room(head))
             step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
-        return self._smallest(context, efficient) * spread if efficient else 1
+        return lambda: self._smallest(context, efficient) * spread if efficient else 1
 
-    def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
-        """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
-        least = min(least, step.room(sequence))
-        if not least and not step.has_room(sequence):
+    def _take(
+        self,
+        step: StepBudget,
+        sequence: Sequence,
+        others: List[Sequence],
+        least_of: Callable[[], int] | None,
+        now: float,
+    ) -> None:
+        """Give a prompt the room that its ranks have, or the least, but for what it lends to less urgent ones.
+
+        Args:
+          least_of: finds the least that it gets, which takes long; None: it may get nothing.
+        """
+        room = step.room(sequence)
+        if (least_of is None or not room) and not step.has_room(sequence):
             return
-        borrowers = self._borrowers(step, sequence, others) if lends_steps(self.policy) else []
+        least = -1  # not known yet
+        borrowers = self._borrowers(step, sequence, others) if others and lends_steps(self.policy) else []
         if borrowers:
+            least = 0 if least_of is None else min(least_of(), room)
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
@@ -252,7 +295,10 @@ class Chunker:
             beside.fill(sorted(borrowers, key=lambda s: (s.prefill_remaining, s.order)))
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-        count = max(min(least, step.room(sequence)), step.largest(sequence))
+        count, left = step.largest(sequence), step.room(sequence)
+        if count < left and least_of is not None:
+            least = min(least_of(), room) if least < 0 else least
+            count = max(min(least, left), count)
         step.take(sequence, self._fill_program(step, sequence, count) if self.chunking.adaptive else count)
 
     def _fill_program(self, step: StepBudget, sequence: Sequence, count: int) -> int:

@@ -47,6 +47,7 @@ class StepBudget:
       tokens: rows that a step may have, of all three kinds.
       decodes: chunks that are in the step already.
       rule: says whose rows are sharded; None: without predictions.
+      work: of the decodes, on one rank alone, where it is known; they need not be given then.
 
     Attributes:
       limit: seconds that its slowest rank may take.
@@ -61,19 +62,23 @@ class StepBudget:
         tokens: int,
         decodes: List[Chunk],
         rule: ExchangeRule | None = None,
+        work: Work | None = None,
     ) -> None:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
+        self._alone: dict[tuple[Sequence, int], list[_RankWork]] = {}  # of shares that were asked about, on one rank
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
+        self._works = (
+            work_by_rank(decodes, plan.context, page_size, window=self._rule.window) if work is None else [work]
+        )
         if plan.context == 1:  # at once, for there are many
-            self._local[0] = sum([chunk.num_tokens for chunk in decodes])
+            self._local[0] = self._works[0].rows
         else:
             for chunk in decodes:
                 self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
-        self._works = work_by_rank(decodes, plan.context, page_size, window=self._rule.window)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
 
@@ -81,6 +86,11 @@ class StepBudget:
     def rows(self) -> int:
         """Rows of each kind on the rank that has most of it."""
         return -(-self._sharded // self._num_ranks) + max(self._replicated) + max(self._local)
+
+    @property
+    def work(self) -> Work:
+        """Work of the first rank."""
+        return self._works[0]
 
     @property
     def seconds(self) -> float:
@@ -237,6 +247,7 @@ class StepBudget:
 
     def _add(self, sequence: Sequence, share: Share, works: list[_RankWork]) -> None:
         self.shares[sequence] = share
+        self._alone = {}
         for rank, work, seconds in works:
             self._works[rank], self._seconds[rank] = work, seconds
         self._place(*share)
@@ -286,8 +297,11 @@ class StepBudget:
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples, works, predict = count == sequence.remaining, self._works, self._predictor.seconds
         if self._num_ranks == 1:
-            work = works[0].with_chunk(start, count, samples)
-            return [_RankWork(0, work, predict(work))]
+            known = self._alone.get((sequence, count))
+            if known is None:
+                work = works[0].with_chunk(start, count, samples)
+                known = self._alone[sequence, count] = [_RankWork(0, work, predict(work))]
+            return known
         if share.sharded:
             rows = sharded_rows(count, self._sharded, self._num_ranks)
             # About: chunks of several sequences may have most of their keys on different ranks.

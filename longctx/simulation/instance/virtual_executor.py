@@ -151,10 +151,20 @@ class VirtualExecutor:
                 pending.seconds = batch.predicted
         self.now, self.free = now, free
 
+    def move_to(self, batches: List[tuple[Batch, Pending]], now: float, free: float) -> None:
+        """Advance as if these batches, the last of them for the stages, had just been submitted; see `advance`."""
+        self.recent, stages = deque(batches, self.recent.maxlen), self._in_stages.maxlen
+        self._in_stages = deque((pending for _, pending in batches), stages)
+        self.now, self.free = now, free
+
     def wait(self, pending: Pending) -> Results:
         """Move the clock to the end of a batch, and return tokens that are made up."""
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
+        return self.results(pending)
+
+    def results(self, pending: Pending) -> Results:
+        """Return the tokens of a batch."""
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
