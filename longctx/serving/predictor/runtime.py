@@ -372,10 +372,11 @@ class CurvePredictor:
             if count == 1:  # it counts as a decode
                 return self.seconds(work.with_chunk(start, 1, False))
             own = count * start + count * (count + 1) // 2
-            prompts = per_pair * (pairs + own) + per_key * (keys + count) + kernel.of_prompts([*counts, count])
+            prompts = per_pair * (pairs + own) + per_key * (keys + count)
             if overlap:
                 prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
-            return linear(rows + count) + prompts + decodes + logits
+            # In the order of `seconds`, so that both are the same to the last bit.
+            return linear(rows + count) + (prompts + kernel.of_prompts([*counts, count]) + decodes) + logits
 
         return seconds
 
