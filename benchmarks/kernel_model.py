@@ -26,7 +26,7 @@ from benchmarks.sass import Program
 from benchmarks.warp_model import ItemCost, Turns, item_cost
 from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
-from longctx.kernels.mosaic_gpu.work import Tile
+from longctx.kernels.work import Tile
 
 # Calibrated, with one figure: so that JAX's own kernel takes what FlashAttention-3 without its pipelining inside a
 # warpgroup does, which is the same algorithm (Shah et al. 2024, table 2: 582 TFLOP/s). It stands for the clock under

@@ -5,12 +5,13 @@
 The evaluator is EleutherAI's lm-eval (its tasks `niah_single_1` and `niah_multikey_2` need no download), in an
 environment of its own, whose Python `--evaluator` names; `make needle` installs it. It makes the prompts, asks the
 server as any client does, and scores the answers. Then it does the same with transformers, on the same weights and
-prompts. Exit status 1: a score differs.
+prompts, which it reads in parts of 1,024 tokens. Exit status 1: a score differs.
 """
 
 import argparse
 import itertools
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ TASKS = ("niah_single_1", "niah_multikey_2")
 LENGTHS = (4096, 8192, 16384, 32768)
 # A needle has 7 digits. The prompts leave room for 128 tokens, of which the beginning of the answer takes some 20.
 ANSWER = 32
+PART = 1024  # tokens at once in transformers, which else takes 32K x 32K scores a head in every layer
 
 
 def convert(file: Path, directory: Path) -> None:
@@ -42,8 +44,10 @@ def convert(file: Path, directory: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens).save_pretrained(directory)
 
 
-def evaluate(python: Path, out: Path, tasks: list[str], length: int, samples: int, model: Mapping[str, object]) -> dict:
-    """Run lm-eval on prompts of up to `length` tokens; the score of each task, 0 to 1."""
+def evaluate(
+    python: Path, out: Path, tasks: list[str], length: int, samples: int, model: Mapping[str, object]
+) -> dict[str, tuple[float, list[str]]]:
+    """Run lm-eval on prompts of up to `length` tokens; the score of each task, 0 to 1, and the answers."""
     arguments = dict(model)
     name = str(arguments.pop("name"))
     nltk = out / "nltk"  # lm-eval looks for a model of sentences, which these tasks do not use
@@ -54,8 +58,8 @@ def evaluate(python: Path, out: Path, tasks: list[str], length: int, samples: in
         *(str(python), "-m", "lm_eval", "--model", name, "--tasks", ",".join(tasks), "--limit", str(samples)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()), "--batch_size", "1"),
         *("--metadata", json.dumps({"max_seq_lengths": [length], "tokenizer": str(arguments["tokenizer"])})),
-        *("--gen_kwargs", f"max_gen_toks={ANSWER}", "--output_path", str(results), "--log_samples"),
-        *(("--device", "cpu") if name == "hf" else ()),
+        *("--output_path", str(results), "--log_samples", "--gen_kwargs", f"max_gen_toks={ANSWER}"),
+        *((f"prefill_chunk_size={PART}", "--device", "cpu") if name == "hf" else ()),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
     with (out / f"{name}-{length}.log").open("wb") as log:
@@ -63,7 +67,12 @@ def evaluate(python: Path, out: Path, tasks: list[str], length: int, samples: in
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
     (file,) = results.rglob("results_*.json")
     found = json.loads(file.read_text())["results"]
-    return {task: found[task][f"{length},none"] for task in tasks}
+    scores = {}
+    for task in tasks:
+        (file,) = results.rglob(f"samples_{task}_*.jsonl")
+        answers = [json.loads(line)["resps"][0][0] for line in file.read_text().splitlines()]
+        scores[task] = found[task][f"{length},none"], answers
+    return scores
 
 
 def main() -> int:
@@ -89,7 +98,7 @@ def main() -> int:
     name = ("--served-model-name", args.file.name)  # by which the evaluator asks for it
     server = Process("longctx serve", serve_command("--model", str(args.file), *name, *flags), out / "serve.log")
     different = 0
-    print("tokens  task             longctx  transformers  seconds: longctx, transformers")
+    print("tokens  task             longctx  transformers  equal answers  seconds: longctx, transformers")
     server.start()
     try:
         server.wait_until_ready(3600)
@@ -101,10 +110,11 @@ def main() -> int:
                 scores.append(evaluate(args.evaluator, out, args.tasks, length, args.samples, model))
                 times.append(time.monotonic())
             for task in args.tasks:
-                mine, theirs = (score[task] for score in scores)
+                (mine, answers), (theirs, others) = (score[task] for score in scores)
                 different += mine != theirs
+                equal = f"{sum(map(operator.eq, answers, others))} of {len(others)}"
                 seconds = ", ".join(f"{after - before:.0f}" for before, after in itertools.pairwise(times))
-                print(f"{length:6}  {task:15}  {mine:7.2f}  {theirs:12.2f}  {seconds}", flush=True)
+                print(f"{length:6}  {task:15}  {mine:7.2f}  {theirs:12.2f}  {equal:>13}  {seconds}", flush=True)
     finally:
         server.stop()
     return int(different > 0)

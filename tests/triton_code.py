@@ -25,13 +25,14 @@ def compile_kernels(lowered: Any, folder: Path, kind: str) -> tuple[Any, dict[st
         ptx = path.read_text()
         for name in re.findall(r"\.entry (\w+)", ptx):
             assert f".target {TARGETS[kind]}" in ptx
+            assert ptx.count(".entry") == 1, "the assembler reports each kernel of a file"
             found[name] = ptx
     return compiled, found
 
 
-def check_memory(ptx: str, kind: str) -> None:
-    """Check that a kernel has nothing in local memory, neither arrays nor spilled registers."""
+def check_memory(ptx: str, kind: str, most: float = 0) -> None:
+    """Check that a kernel has no array in local memory, and at most so many bytes of spilled registers."""
     assert ".local" not in ptx
     for version in VERSIONS:
         assembled = cuda_tools.assemble(ptx, version, TARGETS[kind])
-        assert assembled.spilled_bytes == 0, f"ptxas {version}: {assembled.report}"
+        assert assembled.spilled_bytes <= most, f"ptxas {version}: {assembled.report}"

@@ -21,6 +21,7 @@ from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource
+from longctx.serving.predictor.runtime import window_of
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
@@ -227,9 +228,11 @@ def _breaks_tpot(engine: Engine, length: int, target: float | None) -> bool:
         return False  # one that decodes alone breaks nothing
     own = engine.config.slo.per_token(engine.plan.stage).tpot if target is None else target
     least = min((each for each in (own, *(e.tpot_target for e in decoding)) if each is not None), default=None)
-    work, ranks = Work.of((each.computed, 1, True) for each in decoding), engine.plan.context
+    chunks, ranks = ((each.computed, 1, True) for each in decoding), engine.plan.context
+    work = Work.of(chunks, window_of(engine.predictor))
     if ranks > 1:
-        work = work._replace(rows=-(-work.rows // ranks), decode_keys=-(-work.decode_keys // ranks))
+        shared = ("rows", "decode_keys", "window_decode_keys")
+        work = work._replace(**{name: -(-getattr(work, name) // ranks) for name in shared})
         work = work.with_sharded(length, 1, ranks, samples=True)
     else:
         work = work.with_chunk(length, 1, True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from longctx.kernels.mosaic_gpu.device import INTERPRETER
+from longctx.kernels.device import INTERPRETER
 
 
 def kernel_jit(*static: str, inline: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.device import Device
 
 _FLAGS = {"amx_bf16", "avx512_bf16"}
 

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from longctx.kernels.mosaic_gpu.device import INTERPRETER, Device, compiled_for
+from longctx.kernels.device import INTERPRETER, Device, compiled_for
 
 Tree = TypeVar("Tree")
 Function = Callable[..., tuple[Array, ...]]

@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from longctx.kernels.device import TRITON_INTERPRETED, Device
 from longctx.kernels.fp8 import BITS, E4M3
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
-from longctx.kernels.triton.device import unsupported_device
 from longctx.kernels.triton.tile_config import LARGEST_FLOAT32_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_PAGES, padded
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 # The releases of CUDA that are refused by the platform's version, where the version of ptxas can't be known.
 _BROKEN_CUDA = range(12080, 12090)
+# The first GPU with asynchronous copies to shared memory and products of bfloat16.
+_AMPERE = (8, 0)
 
 
 class Case(NamedTuple):
@@ -164,7 +165,10 @@ def _mosaic_gpu_lacks(case: Case) -> str | None:
 
 
 def _triton_lacks(case: Case) -> str | None:
-    if reason := unsupported_device() or _broken_ptxas(Device.target()):
+    device = Device.target()
+    if not TRITON_INTERPRETED.get() and (device.capability or (0, 0)) < _AMPERE:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or later, got {device.platform} {device.kind!r}"
+    if reason := _broken_ptxas(device):
         return reason
     if case.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"needs a dtype of bfloat16, float16 or float32, got {case.dtype}"

@@ -83,6 +83,11 @@ def sliding_places(config: LlamaConfig, stages: int = 1) -> np.ndarray:
     return np.array([[layer is not None and sliding[layer] for layer in part] for part in parts], bool)
 
 
+def most_full_layers(config: LlamaConfig, stages: int = 1) -> int:
+    """Layers without a window of the stage that has most, which of stages with equally many layers takes longest."""
+    return int(np.max(np.sum(~sliding_places(config, stages), 1)))
+
+
 @functools.lru_cache(maxsize=64)
 def layer_runs(config: LlamaConfig, stacking: Stacking = STACKED) -> tuple[Run, ...]:
     """The runs of a model whose layers are divided into `stacking.stages` consecutive parts."""

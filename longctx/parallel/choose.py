@@ -248,6 +248,7 @@ def choose_ring(
     rule: str | EmpiricalRule = "predicted",
     fullest: Integer | None = None,
     with_ulysses: bool = False,
+    window: Integer | None = None,
 ) -> Choice:
     """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or a decode.
 
@@ -265,6 +266,7 @@ def choose_ring(
       fullest: cached tokens of the rank that has most of them. None: they are sharded evenly.
       with_ulysses: whether `"ulysses"` may be chosen too, by predicted times, where N divides the query heads.
         (`context_parallel_attention` has it, an engine has not.)
+      window: tokens that a query sees, itself included, which predicted times count; None: all before it.
 
     Returns:
       A `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"ulysses"`.
@@ -292,7 +294,7 @@ def choose_ring(
         raise ValueError(f"rule must be an EmpiricalRule or one of {', '.join(RULES)}, got {rule!r}")
     if isinstance(hardware, Topology):
         hardware = hardware.hardware("context")
-    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware, fullest, with_ulysses)
+    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware, fullest, with_ulysses, window)
     new, cached, num_ranks = int(new_tokens), int(cached_tokens), int(num_ranks)
     eq = Thresholds.of(new, num_ranks, model, hardware)
     empirical = rule if isinstance(rule, EmpiricalRule) else paper_rule()

@@ -167,7 +167,16 @@ def context_parallel_attention(
         # All times but latency grow with the batch.
         latency = hardware.latency * replicas / batch
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
-        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware, with_ulysses=True)
+        before, _ = rule.window
+        choice = choose_ring(
+            length,
+            max(0, kv_length - length),
+            num_ranks,
+            model,
+            hardware,
+            with_ulysses=True,
+            window=None if before is None else before + 1,
+        )
         _log.info("%s", choice)
         method = choice.method  # type: ignore[assignment]
     if method == "ulysses":

@@ -309,6 +309,17 @@ Examples:
 """
 
 
+def window_pairs(start: int, count: int, window: int) -> int:
+    """Return the keys that `count` queries after `start` tokens see in a layer with a window, summed over queries."""
+    within = min(max(0, window - start), count)  # queries that see all tokens before them
+    return within * start + within * (within + 1) // 2 + (count - within) * window
+
+
+def window_keys(start: int, count: int, window: int) -> int:
+    """Return the keys that some of `count` queries after `start` tokens see in a layer with a window."""
+    return min(start, window - 1) + count
+
+
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Predicted seconds of one attention layer on one rank.
@@ -348,6 +359,7 @@ def predict_times(
     hardware: Hardware,
     fullest: Integer | None = None,
     with_ulysses: bool = False,
+    window: Integer | None = None,
 ) -> dict[str, Times]:
     """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
@@ -362,10 +374,12 @@ def predict_times(
     Args:
       fullest: cached tokens of the rank that has most of them; None: they are sharded evenly. Where queries come to
         keys (`pass_q`, `kvp`) all wait for that rank; where keys come to queries, shards are padded to its.
+      window: tokens that a query sees, itself included; None: all before it. Attention counts what it leaves, evenly
+        divided too. All tokens are sent: `layout_hops` knows the layouts with which a ring needs few hops.
 
     Raises:
-      ValueError: new_tokens T or num_ranks N is no positive integer, cached_tokens P no non-negative one, or fullest is
-        not P / N to P.
+      ValueError: new_tokens T, num_ranks N or the window is no positive integer, cached_tokens P no non-negative one,
+        or fullest is not P / N to P.
       TypeError: model is no `ModelShape`, or hardware no `Hardware`.
 
     Source: context parallelism paper, 3.4, table 3 and appendix C; KVP, Mnemosyne 4.4.
@@ -382,12 +396,17 @@ def predict_times(
     rows = -(-new // n)
     shard = rows + most
     layer = LayerCost(model, hardware, n)
+    pairs_share, keys_share = 1.0, 1.0
+    if window is not None:
+        size = check_count("window", window, 1)
+        pairs_share = window_pairs(cached, new, size) / (new * cached + new * (new + 1) // 2)
+        keys_share = window_keys(cached, new, size) / (cached + new)
 
     def compute(queries: int, cached_keys: Real, read_share: Real = 1) -> float:
         """Seconds of the attention of some queries to one shard, of whose KV heads a share is read."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
         read = (rows + math.ceil(cached_keys)) * layer.key_bytes * read_share
-        return max(flops / hardware.peak_flops, read / hardware.memory_bandwidth)
+        return max(pairs_share * flops / hardware.peak_flops, keys_share * read / hardware.memory_bandwidth)
 
     def gather(num_tokens: int) -> float:
         return layer.collective((n - 1) * 8 * num_tokens)

@@ -217,6 +217,10 @@ class EngineConfig:
         most = max(most, buckets[0])
         return (*(rows for rows in buckets if rows < most), most)
 
+    def most_pages(self, max_length: int) -> int:
+        """Return the pages that all that may run could ever need; `max_length`: tokens of the longest sequence."""
+        return self.max_running * -(-max_length // self.page_size)
+
     def count_window_pages(self, window: int | None, plan: ParallelPlan, num_pages: int, max_length: int) -> int:
         """Return the window pages of each rank, of layers with a sliding window.
 

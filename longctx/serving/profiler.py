@@ -13,6 +13,7 @@ import numpy as np
 
 from longctx.kernels.paged_attention.xla import tile_sizes
 from longctx.models import Llama
+from longctx.models.layer_runs import layers_per_stage, most_full_layers
 from longctx.models.params import Params
 from longctx.parallel.topology import find_topology
 from longctx.serving.config import EngineConfig
@@ -306,7 +307,9 @@ def profile(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     shapes = shapes_to_measure(engine, min(max_context or 16_384, room))
     measured = measure(engine, shapes, repeats, progress)
-    return fit(measured, buckets_of(engine), tiles(engine)), measured
+    model, stages = engine.model.config, engine.plan.stage
+    share = 1 - most_full_layers(model, stages) / layers_per_stage(model.num_layers, stages)
+    return fit(measured, buckets_of(engine), tiles(engine), model.sliding_window or 0, share), measured
 
 
 def measure(
@@ -340,7 +343,8 @@ def measure(
             batch = make_batch(engine, shapes[i])
             seconds, exchange = _time(executor, batch, engine.plan.stage, clock)
             times[i].append(seconds)
-            ranks = work_by_rank(batch.chunks, engine.plan.context, engine.config.page_size, exchange)
+            sizes = engine.plan.context, engine.config.page_size
+            ranks = work_by_rank(batch.chunks, *sizes, exchange, engine.model.config.sliding_window or 0)
             works[i] = max(ranks, key=lambda work: (work.pairs, work.rows))
             if progress is not None:
                 progress(done + 1, len(order))

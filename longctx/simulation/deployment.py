@@ -119,9 +119,9 @@ class Deployment(_System):
             return self.config.num_pages
         rows, page = self.config.token_budget, self.config.page_size
         made, kv_dtype = (self.model, self.plan, self.topology.device), self.config.kv_dtype
-        pages = max_tokens(*made, rows, kv_dtype=kv_dtype) // self.plan.context // page
+        pages = max_tokens(*made, rows, kv_dtype=kv_dtype, config=self.config) // self.plan.context // page
         if not pages:
-            device_memory(*made, page * self.plan.context, rows, kv_dtype=kv_dtype).check()
+            device_memory(*made, page * self.plan.context, rows, kv_dtype=kv_dtype, config=self.config).check()
         return pages
 
     def predictor(self) -> Predictor:
@@ -279,10 +279,8 @@ class ClusterDeployment(_System):
 
     def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
         rows = min(token_budget, self.chunk)
-        tokens = max_tokens(self.model, self.plan, self.topology.device, rows, kv_dtype=self.kv_dtype)
-        return EngineConfig(
+        config = EngineConfig(
             page_size=self.page_size,
-            num_pages=max(1, tokens // self.plan.context // self.page_size),
             max_running=max_running,
             token_budget=token_budget,
             policy="fcfs",
@@ -292,6 +290,9 @@ class ClusterDeployment(_System):
             prefix_cache=self.prefix_cache if prefix_cache is None else prefix_cache,
             kv_dtype=self.kv_dtype,
         )
+        made = self.model, self.plan, self.topology.device
+        tokens = max_tokens(*made, rows, kv_dtype=self.kv_dtype, config=config)
+        return dataclasses.replace(config, num_pages=max(1, tokens // self.plan.context // self.page_size))
 
     def _tiers(self, num_bytes: int) -> TierConfig | None:
         return TierConfig(host_bytes=num_bytes) if num_bytes and self.prefix_cache else None

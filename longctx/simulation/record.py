@@ -83,6 +83,8 @@ class Totals:
       busy: seconds in which some stage computed.
       stage_seconds: seconds of each batch in one stage, summed; with S stages at most S times `busy`.
       decode_pairs: of `pairs`, those of chunks of one token.
+      window_pairs, window_keys, window_decode_pairs: the same of a layer with a sliding window, if the model has some;
+        all others are of a layer without.
 
     Examples:
       >>> from longctx.simulation import Totals
@@ -101,6 +103,9 @@ class Totals:
     busy: float = 0.0
     stage_seconds: float = 0.0
     decode_pairs: int = 0
+    window_pairs: int = 0
+    window_keys: int = 0
+    window_decode_pairs: int = 0
 
     def add(self, work: Work, seconds: float, busy: float, steps: int = 1) -> None:
         """Add batches that were computed: their work, their seconds in one stage, and those in which some computed."""
@@ -110,6 +115,10 @@ class Totals:
         self.pairs += work.pairs
         self.keys += work.keys
         self.decode_pairs += work.decode_keys
+        if work.window:
+            self.window_pairs += work.window_pairs
+            self.window_keys += work.window_keys
+            self.window_decode_pairs += work.window_decode_keys
         self.stage_seconds += seconds
         self.busy += busy
 

@@ -7,8 +7,10 @@ import dataclasses
 import math
 
 from longctx.models.config import LlamaConfig
-from longctx.models.footprint import cache_bytes, kv_row_bytes, weight_bytes
+from longctx.models.footprint import kv_row_bytes, layer_cache_bytes, weight_bytes
 from longctx.parallel.device_tables import Device
+from longctx.serving.config import EngineConfig
+from longctx.serving.kv_cache.window_pages import PageBytes
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import layer_weights
 from longctx.serving.predictor.work import Work
@@ -17,19 +19,34 @@ from longctx.simulation.record import Totals
 
 def _products(model: LlamaConfig, work: Totals | Work, causal: bool) -> tuple[float, float]:
     """FLOPs of products in 16 bits, and of those with quantised weights."""
-    decodes = work.decode_keys if isinstance(work, Work) else work.decode_pairs
-    pairs = work.pairs if causal else 2 * work.pairs - decodes
+    if isinstance(work, Work):
+        work = work.seen_through(model.sliding_window or 0)
+        decodes, in_windows = work.decode_keys, work.window_decode_keys
+    else:
+        decodes, in_windows = work.decode_pairs, work.window_decode_pairs
+    full_layers, sliding_layers = _layer_counts(model)
+    pairs = full_layers * work.pairs + sliding_layers * work.window_pairs
+    if not causal:
+        pairs = 2 * pairs - full_layers * decodes - sliding_layers * in_windows
     full, quantized = (2 * model.num_layers * weights * work.rows for weights in layer_weights(model))
     head = 2 * model.vocab_size * model.hidden_size * work.samples
-    return full + head + 4 * model.num_layers * model.num_heads * model.head_dim * pairs, quantized
+    return full + head + 4 * model.num_heads * model.head_dim * pairs, quantized
+
+
+def _layer_counts(model: LlamaConfig) -> tuple[int, int]:
+    """Layers without a sliding window, and those with one."""
+    sliding = sum(model.sliding_layers)
+    return model.num_layers - sliding, sliding
 
 
 def model_flops(model: LlamaConfig, work: Totals | Work, causal: bool = True) -> float:
     """Compute the FLOPs that a model needs for some work: 2 a weight and row, 4 a pair, head element and layer.
 
+    In sliding layers pairs count that the window leaves.
+
     Args:
       model: its sizes.
-      work: of all context ranks, where a token that several of them compute counts once.
+      work: of all context ranks, where a token that several of them compute counts once; see `Work.seen_through`.
       causal: whether pairs count that the causal mask leaves, about half of a prompt's. False: those of prompts
         count twice, so a prompt of T tokens has T (T + 1): Mnemosyne's equation 1 has T^2. Decodes count alike.
 
@@ -68,9 +85,11 @@ def model_bytes(
     steps = work.steps if isinstance(work, Totals) else 1
     full, quantized = (model.num_layers * weights for weights in layer_weights(model, plan.ffn_ranks))
     weights = 2 * (full + model.vocab_size * model.hidden_size) + quantized
-    heads = model.num_layers * max(model.num_kv_heads, plan.tensor)
-    key = 2 * heads * kv_row_bytes(model.head_dim, 2, kv_dtype)
-    return steps * plan.context * weights + work.keys * key
+    key = 2 * max(model.num_kv_heads, plan.tensor) * kv_row_bytes(model.head_dim, 2, kv_dtype)
+    full_layers, sliding_layers = _layer_counts(model)
+    work = work.seen_through(model.sliding_window or 0) if isinstance(work, Work) else work
+    keys = full_layers * work.keys + sliding_layers * work.window_keys
+    return steps * plan.context * weights + keys * key
 
 
 def mfu(
@@ -224,8 +243,11 @@ def device_memory(
     rows: int = 2048,
     usable_share: float = USABLE_SHARE,
     kv_dtype: str | None = None,
+    config: EngineConfig | None = None,
 ) -> DeviceMemory:
     """Memory on each device of a plan, by arithmetic.
+
+    Sliding layers have window pages, as many as an engine gives them.
 
     Args:
       model: its sizes.
@@ -235,6 +257,7 @@ def device_memory(
       rows: of a step on one rank; their activations count as those of one layer.
       usable_share: of the device's memory, what may be used.
       kv_dtype: of the cache, as of `EngineConfig`.
+      config: of the engine, from which the number of window pages follows; None: the default one.
 
     Returns:
       What takes how many bytes.
@@ -255,7 +278,10 @@ def device_memory(
     plan.check(model, plan.num_devices)
     if device.memory_bytes is None:
         raise ValueError(f"device must have memory_bytes, {device.name} has none")
-    cache = cache_bytes(model, math.ceil(tokens / plan.context), plan.stage, plan.tensor, kv_dtype=kv_dtype)
+    local_tokens, config = math.ceil(tokens / plan.context), config or EngineConfig()
+    full, sliding = layer_cache_bytes(model, plan.stage, plan.tensor, kv_dtype=kv_dtype)
+    windows = _window_pages(model, plan, config, -(-local_tokens // config.page_size))
+    cache = full * local_tokens + sliding * windows * config.page_size
     wide = 3 * (model.intermediate_size + model.num_heads * model.head_dim) / plan.tensor
     gathered = 2 * plan.context if plan.ffn_ranks > 1 else 0  # the feed-forward's inputs and products, of all ranks
     return DeviceMemory(
@@ -273,14 +299,16 @@ def max_tokens(
     rows: int = 2048,
     usable_share: float = USABLE_SHARE,
     kv_dtype: str | None = None,
+    config: EngineConfig | None = None,
 ) -> int:
     """Tokens whose keys and values fit beside the weights.
 
     Args:
-      model, plan, device, rows, usable_share, kv_dtype: as for `device_memory`.
+      model, plan, device, rows, usable_share, kv_dtype, config: as for `device_memory`.
 
     Returns:
-      Tokens over all context ranks; 0 if not even the weights fit.
+      Tokens over all context ranks; 0 if not even the weights fit. Of a model with sliding layers they are whole pages,
+      and no more than all that may run could ever need, as such a model may need little or no memory for more.
 
     Examples:
       >>> from longctx.parallel import Topology
@@ -292,5 +320,17 @@ def max_tokens(
       4
     """
     empty = device_memory(model, plan, device, 0, rows, usable_share)
-    per_token = cache_bytes(model, 1, plan.stage, plan.tensor, kv_dtype=kv_dtype)
-    return max(0, math.floor((empty.usable - empty.total) / per_token)) * plan.context
+    full, sliding = layer_cache_bytes(model, plan.stage, plan.tensor, kv_dtype=kv_dtype)
+    room = empty.usable - empty.total
+    if model.sliding_window is None:
+        return max(0, math.floor(room / full)) * plan.context
+    config = config or EngineConfig()
+    most, page = config.most_pages(config.longest_sequence(model.max_positions)), config.page_size
+    sizes, windows = PageBytes(full * page, sliding * page), _window_pages(model, plan, config, most)
+    return min(sizes.pages_within(room, windows), most) * page * plan.context
+
+
+def _window_pages(model: LlamaConfig, plan: ParallelPlan, config: EngineConfig, num_pages: int) -> int:
+    """Return the window pages of a rank that has `num_pages` pages."""
+    longest = config.longest_sequence(model.max_positions)
+    return config.count_window_pages(model.sliding_window, plan, num_pages, longest)

@@ -7,19 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine_code
 import pytest
 from h100 import gpu_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from triton_code import TARGETS
+from triton_code import PRODUCTS, TARGETS, check_memory, compile_kernels
 
-from benchmarks import cuda_tools
 from longctx.kernels import attention, explain
 from longctx.kernels.triton.tile_config import pieces_of
 from longctx.parallel import ring_pass_kv
 
-PRODUCTS = {"float32": r"tf32\.tf32", "bfloat16": r"(bf16\.bf16|kind::f16)", "float16": r"(f16\.f16|kind::f16)"}
 # Head sizes of keys and values; rows of queries.
 PREFILL, DECODE = 2048, 1
 SIZES = [(16, 16), (24, 24), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
@@ -51,15 +48,8 @@ def kernels_of(kind: str, sizes: tuple[int, int], dtype: str, rows: int, folder:
         if kind != "H100":
             assert explain(q, k).taken == "triton"
         program = jax.jit(jax.grad(loss, (0, 1, 2)) if rows > 1 else loss).lower(q, k, v, positions, kv_positions)
-        program.compile({"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"})
-    found = {}
-    for path in folder.glob("*.ptx"):
-        header, *entries = re.split(r"(?=\.visible \.entry)", path.read_text())
-        for entry in entries:
-            name = re.search(r"\.entry (\w+)", entry)[1]  # type: ignore[index]
-            if name.startswith("attention"):
-                found[name] = header + entry
-    return found
+        _, kernels = compile_kernels(program, folder, kind)
+    return {name: ptx for name, ptx in kernels.items() if name.startswith("attention")}
 
 
 def check(kind: str, sizes: tuple[int, int], dtype: str, rows: int, folder: Path) -> None:
@@ -68,11 +58,9 @@ def check(kind: str, sizes: tuple[int, int], dtype: str, rows: int, folder: Path
     assert set(kernels) == (forward | backward if rows > 1 else forward)
     most = spilled_at_most(kind, sizes, dtype)
     for name, ptx in kernels.items():
-        assert re.search(rf"mma[\w.:]*{PRODUCTS[dtype]}", ptx), name
+        assert re.search(PRODUCTS[dtype], ptx), name
         assert "cp.async" in ptx, name
-        for version in machine_code.VERSIONS:
-            assembled = cuda_tools.assemble(ptx, version, TARGETS[kind])
-            assert assembled.spilled_bytes <= most, (name, assembled.report)
+        check_memory(ptx, kind, most)
 
 
 def spilled_at_most(kind: str, sizes: tuple[int, int], dtype: str) -> float:

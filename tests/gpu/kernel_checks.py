@@ -15,8 +15,8 @@ from gpu_worker import Context, Figures, Unsupported
 from jax import Array
 
 from longctx.kernels import attention, paged_attention, write_pages
+from longctx.kernels.device import Device
 from longctx.kernels.fp8 import BITS, from_e4m3_bits
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.merge import merge_pieces
 
 # Queries and keys of each shape, and at small sizes. The queries are the last tokens.

@@ -15,7 +15,7 @@ from benchmarks.kernel_contenders import OURS, attention_mgpu, contiguous, jax_n
 from benchmarks.kernel_report import environment, to_row
 from benchmarks.timing import measure
 from longctx.kernels import attention, explain
-from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.device import Device
 from longctx.parallel import shard_sequence
 from longctx.parallel.device_tables import DEVICES
 from longctx.parallel.topology import device_name

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from longctx.kernels import merge_states
+from longctx.kernels.device import Device, compiled_for
 from longctx.kernels.mosaic_gpu.adapter import interpreted
-from longctx.kernels.mosaic_gpu.device import Device, compiled_for
 from longctx.kernels.mosaic_gpu.merge import merge_pieces
 from longctx.kernels.triton import adapter as triton
 from longctx.kernels.triton import merge as triton_merge

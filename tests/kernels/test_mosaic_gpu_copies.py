@@ -21,9 +21,9 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu import adapter, keys
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
-from longctx.kernels.mosaic_gpu.work import Tile, Tiles
 from longctx.kernels.paged_attention import mosaic_gpu as paged
 from longctx.kernels.paged_attention.operands import check_paged_operands
+from longctx.kernels.work import Tile, Tiles
 
 HEAD_SIZE = 64
 

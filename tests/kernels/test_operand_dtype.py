@@ -14,7 +14,7 @@ from paged_cases import SHAPES
 
 from longctx.kernels import attention, operand_dtype
 from longctx.kernels.bits import to_bits, widen
-from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.device import Device
 
 # CPUs without and with instructions for bfloat16, and a GPU for which there is no kernel of ours: the dtypes that each
 # multiplies as they are.

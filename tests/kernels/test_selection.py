@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import checkify
 
-from longctx.kernels import attention, explain, paged_attention
-from longctx.kernels.mosaic_gpu import adapter, device, ptxas
-from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels import attention, device, explain, paged_attention
+from longctx.kernels.device import Device
+from longctx.kernels.mosaic_gpu import adapter, ptxas
 from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
 
 Q = jax.ShapeDtypeStruct((6, 4, 128), jnp.bfloat16)

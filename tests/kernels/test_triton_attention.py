@@ -13,7 +13,7 @@ from longctx.kernels import attention
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.rule import AttentionRule
-from longctx.kernels.mosaic_gpu.device import Device, compiled_for
+from longctx.kernels.device import Device, compiled_for
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.tile_config import TileConfig, padded, pieces_of
 

@@ -157,6 +157,24 @@ def test_table_5() -> None:
         assert times["pass_q"].collective * 1e6 == pytest.approx(all_to_all, rel=0.04 if new == 3200 else 0.5)
 
 
+@pytest.mark.parametrize(("new", "cached"), [(1, 5000), (700, 0), (700, 5000), (50, 100)])
+def test_predicted_times_count_what_a_window_leaves(new: int, cached: int) -> None:
+    bound = {"compute": TWO_BYTES, "memory": dataclasses.replace(TWO_BYTES, peak_flops=1e30)}
+    lengths = [min(position + 1, 300) for position in range(cached, cached + new)]
+    shares = {
+        "compute": sum(lengths) / sum(range(cached + 1, cached + new + 1)),
+        "memory": (new + min(cached, 299)) / (new + cached),
+    }
+    for name in ("compute", "memory") if new > 1 else ("memory",):
+        full, found = (predict_times(new, cached, 4, GPU, bound[name], window=window) for window in (None, 300))
+        for method in full:
+            assert found[method].compute == pytest.approx(shares[name] * full[method].compute)
+            assert found[method].send == full[method].send
+    assert predict_times(new, cached, 4, GPU, TWO_BYTES, window=10_000) == predict_times(new, cached, 4, GPU, TWO_BYTES)
+    with pytest.raises(ValueError, match="window must be an integer of at least 1"):
+        choose_ring(new, cached, 4, GPU, TWO_BYTES, window=0)
+
+
 def test_predicted_times_choose_what_table_4_measured() -> None:
     """With the paper's topology and its partial results of 2 bytes.
 

@@ -7,7 +7,7 @@ import pytest
 
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.serving.runner.attention import PagedAttend
-from longctx.serving.runner.paged_cache import PageTables
+from longctx.serving.runner.paged_cache import LayerInputs, PageTables
 from longctx.serving.runner.step_inputs import RowInputs, Shape
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 8, 2, 64
@@ -23,7 +23,8 @@ def test_rows_that_may_be_decodes_take_small_tiles(rows: int, max_running: int, 
     pool = jax.ShapeDtypeStruct((NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_SIZE), jnp.uint16)
     with interpreted():
         made: list[PagedAttend] = []
-        jax.eval_shape(lambda: made.append(PagedAttend.make(of_rank, tables, shape, HEADS, pool, jnp.bfloat16)))
+        layers = LayerInputs(of_rank, tables, shape, HEADS, pool, jnp.bfloat16)
+        jax.eval_shape(lambda: made.append(PagedAttend.make(layers)))
     assert made[0].full.unsharded is not None
     assert made[0].full.unsharded.plan.implementation == "mosaic_gpu"
     assert made[0].full.unsharded.plan.data.seen[0].shape[1] == block_q

@@ -134,3 +134,19 @@ def test_sharded_decodes_share_their_keys_and_rows() -> None:
     assert [work.rows for work in works] == [2] * 4
     assert [work.decode_keys for work in works] == [6 * 251] * 4
     assert [sharded_rows(1, before, 4) for before in range(5)] == [1, 0, 0, 0, 1]
+
+
+def test_ranks_have_their_share_of_a_window_where_pages_interleave() -> None:
+    ranks, window = 4, 16
+    sequence = placed(400, Interleaved(ranks, 0))
+    for start, count in ((399, 1), (300, 100)):
+        works = work_by_rank([chunk_of(sequence, start, count)], ranks, PAGE, window=window)
+        assert [work.window_pairs for work in works] == [count * window // ranks] * ranks
+    grown = placed(400, Grown(ranks, [(0, 0), (90, 1)]))
+    first, second, *_ = work_by_rank([chunk_of(grown, 399, 1)], ranks, PAGE, window=window)
+    assert first.window_pairs == second.window_pairs == window
+    sharded = Work(window=window).with_sharded(0, 400, ranks)
+    assert sharded.window_pairs * ranks == Work.of([(0, 400, False)], window).window_pairs
+    assert Work(window=window).with_sharded(399, 1, ranks).window_decode_keys == window // ranks
+    chunks = [chunk_of(sequence, 399, 1, sharded=True)] * 3
+    assert [work.window_decode_keys for work in work_by_rank(chunks, ranks, PAGE, window=window)] == [12] * ranks

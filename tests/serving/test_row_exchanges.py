@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from longctx.parallel import make_mesh
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.runner.attention import PagedAttend, WindowLayers
-from longctx.serving.runner.paged_cache import PagedCache, PageTables
+from longctx.serving.runner.paged_cache import LayerInputs, PagedCache, PageTables
 from longctx.serving.runner.step_inputs import RowInputs, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk
 
@@ -42,7 +42,8 @@ def program(ranks: int, shape: Shape) -> Any:
             window = WindowLayers(WINDOW, window_table, jnp.array([0, PAGES]))
             kind = {"is_sliding": layer == 1, "sinks": jnp.asarray(SINKS)}
         inputs = RowInputs.views(packed[0], shape)
-        attend = PagedAttend.make(inputs, PageTables(table, page_index), shape, HEADS, cache.k, q.dtype, window)
+        layers = LayerInputs(inputs, PageTables(table, page_index), shape, HEADS, cache.k, q.dtype)
+        attend = PagedAttend.make(layers, window)
         out, cache = attend(cache, layer, q[0], k[0], v[0], **kind)
         return out[None], cache
 

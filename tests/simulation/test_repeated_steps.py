@@ -1,5 +1,6 @@
 """Repeated steps that only decode, as one event: the same record as one by one, to the last bit."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from longctx.simulation import EventLoop, Instance, Record, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=200_000)
+SLIDING = dataclasses.replace(MODEL, sliding_window=900, sliding_layers=(*(True,) * 3, False) * 8)
 
 
 def random_requests(rng: np.random.Generator, count: int, rate: float) -> list[WorkloadRequest]:
@@ -35,18 +37,24 @@ def random_requests(rng: np.random.Generator, count: int, rate: float) -> list[W
 
 
 def serve(
-    requests: list[WorkloadRequest], plan: ParallelPlan, skips: bool, until: float, predictor: Any, **options: Any
+    requests: list[WorkloadRequest],
+    plan: ParallelPlan,
+    skips: bool,
+    until: float,
+    predictor: Any,
+    model: LlamaConfig = MODEL,
+    **options: Any,
 ) -> tuple[Record, Simulation]:
     config = EngineConfig(token_budget=512, **options)
     instances = [
-        Instance(MODEL, config, predictor, plan, name=name, skips_decodes=skips) for name in ("first", "second")
+        Instance(model, config, predictor, plan, name=name, skips_decodes=skips) for name in ("first", "second")
     ]
     simulation = Simulation(instances[: 1 + (len(requests) % 2)])
     return simulation.run(requests, until=until), simulation
 
 
-def roofs(plan: ParallelPlan) -> Any:
-    return roofline(MODEL, Topology.preset("a100-nvlink"), 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
+def roofs(plan: ParallelPlan, model: LlamaConfig = MODEL) -> Any:
+    return roofline(model, Topology.preset("a100-nvlink"), 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
 
 
 def programs(plan: ParallelPlan) -> Any:
@@ -61,11 +69,22 @@ def slow(plan: ParallelPlan) -> Any:
     return RuntimePredictor.of_rows(dict.fromkeys(rows, 0.045), (1,), (5e-6,))
 
 
-@pytest.mark.parametrize("seed", range(8))
+def sliding_roofs(plan: ParallelPlan) -> Any:
+    return roofs(plan, SLIDING)
+
+
+def sliding_programs(plan: ParallelPlan) -> Any:
+    return dataclasses.replace(programs(plan), window=900, sliding_share=0.75)
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_one_event_is_the_same_as_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     plan = ParallelPlan(stage=int(rng.choice([1, 1, 2, 3, 4])), tensor=2)
     make: Callable[[ParallelPlan], Any] = (roofs, programs, slow)[seed % 3]
+    model = MODEL
+    if seed >= 8:
+        model, make = SLIDING, (sliding_roofs, sliding_programs)[seed % 2]
     requests = random_requests(rng, 30, float(rng.choice([0.2, 1.0, 6.0])))
     options = {
         "page_size": int(rng.choice([16, 64, 256])),
@@ -81,7 +100,7 @@ def test_one_event_is_the_same_as_one_by_one(seed: int) -> None:
     }
     until = float(rng.choice([np.inf, 20.0]))
     (one, simulation), (other, by_one) = (
-        serve(requests, plan, skips, until, make(plan), **options) for skips in (True, False)
+        serve(requests, plan, skips, until, make(plan), model, **options) for skips in (True, False)
     )
     assert one.served == other.served
     assert one.open == other.open
@@ -104,6 +123,19 @@ def test_a_long_output_takes_few_events() -> None:
     record, simulation = serve([*requests, *requests], plan, True, np.inf, roofs(plan), **options)
     assert record.totals.steps == 10_000
     assert simulation.loop.num_events < 1_000
+
+
+@pytest.mark.parametrize("plan", [ParallelPlan(), ParallelPlan(context=2)], ids=str)
+def test_totals_have_what_windows_leave(plan: ParallelPlan) -> None:
+    requests = [WorkloadRequest(0.0, prompt, 700, number=number) for number, prompt in enumerate((10, 800, 2000))]
+    options = {"page_size": 64, "num_pages": 2000, "prefix_cache": False, "max_running": 4}
+    predictor = roofline(SLIDING, Topology.preset("h100-rdma"), 512, context=plan.context)
+    record, _ = serve([*requests], plan, True, np.inf, predictor, SLIDING, **options)
+    assert record.totals.window_pairs == sum(
+        min(position + 1, 900) for each in requests for position in range(each.prompt_tokens + each.output_tokens - 1)
+    )
+    assert record.totals.window_decode_pairs < record.totals.decode_pairs
+    assert record.totals.window_keys < record.totals.keys
 
 
 def factors_of(core: Core) -> tuple[float, float]:

@@ -17,13 +17,13 @@ from longctx.kernels.attention.mask import (
     summarise_visible,
 )
 from longctx.kernels.attention.rule import AttentionRule
+from longctx.kernels.device import Device
 from longctx.kernels.merge import merge_state
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward, with_positive_scale
 from longctx.kernels.mosaic_gpu.keys import Contiguous
 from longctx.kernels.mosaic_gpu.merge import merge_pieces
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import Tiles, Work, equal_shares, whole_items
+from longctx.kernels.work import Tiles, Work, equal_shares, whole_items
 
 # With fewer tokens than this, the query heads of a KV head share tiles. With more, tiles are full without it, and the
 # queries need no transposition.

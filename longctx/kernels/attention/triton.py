@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.mask import BlockRange, Tokens, Visible, block_range, summarise, summarise_visible
 from longctx.kernels.attention.rule import AttentionRule
+from longctx.kernels.device import Device
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.merge import merge_states
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.adapter import load, load_rows, product, store, store_rows
 from longctx.kernels.triton.online_softmax import OnlineSoftmax

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
+from longctx.kernels.device import INTERPRETER, Interpreter
 from longctx.kernels.partitioning import vary_over
 
 # Layouts of wgmma accumulators: the tile, and its reductions to one value per row or per column.

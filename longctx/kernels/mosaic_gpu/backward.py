@@ -32,7 +32,7 @@ from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cas
 from longctx.kernels.mosaic_gpu.keys import Contiguous
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
-from longctx.kernels.mosaic_gpu.work import Tile, Tiles
+from longctx.kernels.work import Tile, Tiles
 
 _LOG2E = math.log2(math.e)
 

@@ -27,7 +27,7 @@ from longctx.kernels.mosaic_gpu.convert import convert_block
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
-from longctx.kernels.mosaic_gpu.work import Tile, Work
+from longctx.kernels.work import Tile, Work
 
 _LOG2E = math.log2(math.e)
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import COLUMN, TILE, broadcast, cast, copy_rows, read
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import Tile
+from longctx.kernels.work import Tile
 
 
 class Contiguous(NamedTuple):

@@ -16,10 +16,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from longctx.kernels.device import Device
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import LOWEST, ROW, cast, read
-from longctx.kernels.mosaic_gpu.device import Device
 
 # Thread blocks of many rows that a multiprocessor holds at once, by their registers.
 RESIDENT = 5

@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.bits import from_bits
+from longctx.kernels.device import Device
 from longctx.kernels.fp8 import BITS, E4M3
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward, with_positive_scale
 from longctx.kernels.mosaic_gpu.keys import Paged
 from longctx.kernels.mosaic_gpu.merge import merge_pieces

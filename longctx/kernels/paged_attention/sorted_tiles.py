@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.mosaic_gpu.work import Tiles, Work, equal_shares
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import count_leading
+from longctx.kernels.work import Tiles, Work, equal_shares
 
 
 class SortedTiles(NamedTuple):

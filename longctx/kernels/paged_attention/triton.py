@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.bits import from_bits
+from longctx.kernels.device import Device
 from longctx.kernels.fp8 import BITS, E4M3
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.sorted_tiles import SortedTiles, sort_tiles
 from longctx.kernels.triton.merge import merge_pieces

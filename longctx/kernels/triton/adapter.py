@@ -15,20 +15,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.device import TRITON_INTERPRETED, Device
 from longctx.kernels.partitioning import vary_over
-from longctx.kernels.triton.device import INTERPRETED
 from longctx.kernels.triton.tile_config import Piece, TileConfig
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Within this context `"triton"` is supported on the default device, which interprets its kernels."""
-    token: contextvars.Token[bool] = INTERPRETED.set(True)
+    token: contextvars.Token[bool] = TRITON_INTERPRETED.set(True)
     try:
         yield
     finally:
-        INTERPRETED.reset(token)
+        TRITON_INTERPRETED.reset(token)
 
 
 def kernel(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from longctx.kernels.device import Device
 from longctx.kernels.kernel_jit import kernel_jit
-from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.scores import LOG2E
 from longctx.kernels.triton.tile_config import TileConfig, power_over

@@ -15,12 +15,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from longctx.kernels.kernel_jit import kernel_jit
-from longctx.kernels.mosaic_gpu.work import Tile, Work
 from longctx.kernels.triton import adapter
 from longctx.kernels.triton.e4m3 import dequantize_pairs
 from longctx.kernels.triton.online_softmax import OnlineSoftmax
 from longctx.kernels.triton.scores import ScoreConfig
 from longctx.kernels.triton.tile_config import Piece, TileConfig, pieces_of
+from longctx.kernels.work import Tile, Work
 
 
 class Rows(NamedTuple):

@@ -105,8 +105,9 @@ def _exchange_rule(
     element_bytes: float,
 ) -> ExchangeRule:
     """Make the exchange rule of a plan, with the predictor's costs of exchanges, or else those of the topology."""
+    window = model.sliding_window or 0
     if plan.context == 1:
-        return ExchangeRule(plan, rows, config.page_size)
+        return ExchangeRule(plan, rows, config.page_size, window=window)
     costs: Predictor | None = predictor
     link = getattr(predictor, "exchange", None)
     if link is None:
@@ -118,5 +119,5 @@ def _exchange_rule(
             costs, link = found, found.exchange
     if isinstance(predictor, RuntimePredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
         known = [name for name in SHARDED if name in predictor.kinds]
-        return ExchangeRule(plan, rows, config.page_size, predictor, link, known, config.sharded_buckets)
-    return ExchangeRule(plan, rows, config.page_size, costs, link, buckets=config.sharded_buckets)
+        return ExchangeRule(plan, rows, config.page_size, predictor, link, known, config.sharded_buckets, window)
+    return ExchangeRule(plan, rows, config.page_size, costs, link, buckets=config.sharded_buckets, window=window)

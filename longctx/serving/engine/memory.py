@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from longctx.parallel.topology import AXES
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.executor import read_bytes
 from longctx.serving.executor.page_mover import PLACED_BYTES
+from longctx.serving.kv_cache.window_pages import PageBytes
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
@@ -117,12 +118,7 @@ def default_pages(
         fit = use.num_fitting
         if not fit:
             use.check(needed=use.page)
-    return min(fit, most_pages(config, max_length))
-
-
-def most_pages(config: EngineConfig, max_length: int) -> int:
-    """Pages that all that may run could ever need."""
-    return config.max_running * -(-max_length // config.page_size)
+    return min(fit, config.most_pages(max_length))
 
 
 def steps_in_flight(config: EngineConfig) -> int:
@@ -176,13 +172,6 @@ def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike, ffn: Ffn = "tensor")
         del params["lm_head"]  # it is the embedding itself; otherwise it is sharded differently
     leaves = jax.tree.leaves(params)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-class PageBytes(NamedTuple):
-    """Bytes on each device of a page, of the layers without a window, and of a window page, of those with one."""
-
-    page: int
-    window: int
 
 
 def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> PageBytes:

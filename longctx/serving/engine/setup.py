@@ -25,7 +25,6 @@ from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.memory import (
     default_pages,
     estimate,
-    most_pages,
     steps_in_flight,
 )
 from longctx.serving.engine.page_fingerprint import page_fingerprint
@@ -110,7 +109,7 @@ class EngineSetup(NamedTuple):
 
     def _page_fit(self, dtype: DTypeLike, group: ProcessGroup) -> PageFit | None:
         """Make the search for how many pages fit into an accelerator's memory; None for CPUs."""
-        mesh, most = self.mesh, most_pages(self.config, self.max_length)
+        mesh, most = self.mesh, self.config.most_pages(self.max_length)
         if mesh is None or DeviceMemory.of(mesh.local_devices) is None:
             return None
 
@@ -170,7 +169,7 @@ def resolve(
     config = config or EngineConfig()
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
     max_length = config.longest_sequence(model.config.max_positions)
-    num_pages = config.num_pages or most_pages(config, max_length)
+    num_pages = config.num_pages or config.most_pages(max_length)
     if params is not None and mesh is not None and DeviceMemory.of(mesh.local_devices) is None:
         # Of accelerators the programs of steps say how much memory they need, see `make_executor`.
         dtype = params["embed"].dtype

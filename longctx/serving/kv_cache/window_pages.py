@@ -15,6 +15,28 @@ NO_PAGE = -1
 """In the place of a window page that is not held."""
 
 
+_UNLIMITED = 1 << 40  # pages that take no memory
+
+
+class PageBytes(NamedTuple):
+    """Bytes on each device of a page, of the layers without a window, and of a window page, of those with one."""
+
+    page: int
+    window: int = 0
+
+    def of_pages(self, num_pages: int, most_windows: int) -> int:
+        """Return the bytes of pages, and of their window pages, of which there are `most_windows` at most."""
+        return num_pages * self.page + min(num_pages, most_windows) * self.window
+
+    def pages_within(self, room: float, most_windows: int) -> int:
+        """Return how many pages take a number of bytes with their window pages."""
+        both = int(max(0, room) // sum(self))
+        if both < most_windows or not self.window:
+            return both
+        rest = room - most_windows * self.window
+        return int(rest // self.page) if self.page else _UNLIMITED
+
+
 class WindowPages:
     """Window pages 0 to num_pages - 1, at most one for each page of a pool, and on the same rank.
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
-from longctx.serving.predictor.runtime import Predictor, chunk_curve
+from longctx.serving.predictor.runtime import Predictor, chunk_curve, window_of
 from longctx.serving.predictor.work import Work
 
 _WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
@@ -25,6 +25,11 @@ class Corrected:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor, self.decode_factor, self.prompt_factor = predictor, 1.0, 1.0
         self._decodes, self._prompts, self._all = _Window(), _Window(), _Window()
+
+    @property
+    def window(self) -> int:
+        """Tokens of a sliding layer's window; 0: there are none."""
+        return window_of(self.predictor)
 
     def seconds(self, work: Work) -> float:
         """Seconds of a batch, as `Predictor.seconds`."""

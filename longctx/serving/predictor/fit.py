@@ -14,7 +14,13 @@ Measurement = tuple[Work, float]
 """A batch, and its seconds."""
 
 
-def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
+def fit(
+    measured: Sequence[Measurement],
+    buckets: Sequence[int],
+    tiles: Sequence[int],
+    window: int = 0,
+    sliding_share: float = 0.0,
+) -> RuntimePredictor:
     """Fit a program for each kind of batches that was measured, by least squared relative error.
 
     No coefficient is negative, so the predictor extrapolates.
@@ -23,6 +29,7 @@ def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence
       measured: the work of the slowest rank of each batch, and the seconds, at least one batch for each bucket.
       buckets: numbers of rows of each kind that the engine's steps are compiled for, ascending.
       tiles: sizes of the tiles into which attention divides chunks, in tokens, ascending.
+      window, sliding_share: as of `RuntimePredictor`.
 
     Raises:
       ValueError: a time is not positive and finite, a bucket has no batch, a batch has more rows than any bucket, or
@@ -48,10 +55,10 @@ def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence
     for kind, batches in by_kind.items():
         # Seconds are linear in the coefficients: each counts as often as a program predicts that has it alone, as 1.
         ones = [Program.of(kind, rows, sizes, numbers) for numbers in np.eye(3 * len(rows) + len(sizes) + 5).tolist()]
-        counted = np.array([[one.seconds(work, rows) for one in ones] for work, _ in batches])
+        counted = np.array([[one.seconds(work, rows, window, sliding_share) for one in ones] for work, _ in batches])
         numbers = fit_non_negative(counted, np.array([seconds for _, seconds in batches]))
         programs.append(Program.of(kind, rows, sizes, numbers))
-    return RuntimePredictor(rows, tuple(programs))
+    return RuntimePredictor(rows, tuple(programs), window, sliding_share)
 
 
 def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:

@@ -4,11 +4,12 @@ Source: Mnemosyne, section 4.2, and Medha, section 4.1, which both use Vidur's p
 """
 
 import dataclasses
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from longctx.serving.predictor.work import Work
+from longctx.serving.predictor.work import Work, window_keys
 
 KINDS = ("local", "replicated", "pass_kv", "pass_q", "all_gather")
 """Of batches: whose rows are all local, some replicated, or some sharded, by their exchange."""
@@ -85,29 +86,46 @@ class Program:
         per_sample, *others = rest[-4:]
         return cls(kind, per_bucket, tiles, per_key, per_sample, fixed, *others)
 
-    def seconds(self, work: Work, buckets: tuple[int, ...]) -> float:
-        """Seconds of a batch; `buckets`: numbers of rows that steps are compiled for, ascending."""
-        total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
+    def seconds(self, work: Work, buckets: tuple[int, ...], window: int = 0, share: float = 0.0) -> float:
+        """Seconds of a batch.
+
+        Args:
+          buckets: numbers of rows that steps are compiled for, ascending.
+          window, share: tokens of the window, and share of the layers that have it; 0: none. Keys are those of a layer
+            on average.
+        """
+        decode_keys: float = work.decode_keys
+        if window:
+            decode_keys = decode_keys - share * (decode_keys - work.seen_through(window).window_decode_keys)
+        total = self.fixed + self.per_sample * work.samples + self.per_key[0] * decode_keys
         for rows, costs in zip((work.sharded, work.replicated, work.local), self.per_bucket, strict=True):
             if rows:
                 total += costs[min(bisect_left(buckets, rows), len(buckets) - 1)]
         for start, count in work.chunks:
-            keys, at, rest = split_into_tiles(self.tiles, start, count)
+            keys, at, rest = split_into_tiles(self.tiles, start, count, window, share)
             total += self.per_key[-1] * keys + self.per_key[at] * rest
         message = work.ring_cached + work.sharded if work.sharded else 0
         return total + message * (self.per_message + self.per_score * work.sharded) + self.per_pair * work.elsewhere
 
 
-def split_into_tiles(tiles: tuple[int, ...], start: int, count: int) -> tuple[int, int, int]:
-    """Divide a chunk of `count` tokens after `start` others into tiles, see `Program.tiles`.
+def split_into_tiles(
+    tiles: tuple[int, ...], start: int, count: int, window: int = 0, share: float = 0.0
+) -> tuple[float, int, float]:
+    """Divide a chunk of `count` tokens after `start` others into tiles, see `Program.tiles` and `Program.seconds`.
 
     Returns:
       (keys that its tiles of the largest size attend to, summed; index of the last tile's size; keys of the last tile).
     """
     size = tiles[-1]
     whole, rest = divmod(count, size)
-    keys = whole * start + size * whole * (whole + 1) // 2
-    return keys, bisect_left(tiles, rest) if rest else 0, start + count if rest else 0
+    keys: float = whole * start + size * whole * (whole + 1) // 2
+    last: float = start + count if rest else 0
+    if window:
+        within = min(whole, max(0, -(-(window - 1 - start) // size)))  # tiles that begin before the window is full
+        seen = within * start + size * within * (within - 1) // 2 + (whole - within) * (window - 1) + whole * size
+        keys -= share * (keys - seen)
+        last -= share * (last - window_keys(start + whole * size, rest, window)) if rest else 0
+    return keys, bisect_left(tiles, rest) if rest else 0, last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +138,7 @@ class RuntimePredictor:
     Attributes:
       buckets: numbers of rows of each kind that steps are compiled for, ascending.
       programs: one for each kind that was measured; on one context rank, `"local"` alone.
+      window, sliding_share: tokens of the sliding window, and the share of the layers that have it; 0: none.
 
     Raises:
       ValueError: there is no program, or buckets don't ascend.
@@ -135,10 +154,14 @@ class RuntimePredictor:
 
     buckets: tuple[int, ...]
     programs: tuple[Program, ...]
+    window: int = 0
+    sliding_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.buckets or self.buckets[0] < 1 or list(self.buckets) != sorted({*self.buckets}):
             raise ValueError(f"buckets must be ascending numbers of rows, got {self.buckets}")
+        if self.window < 0 or not 0 <= self.sliding_share <= 1:
+            raise ValueError(f"window and sliding_share are out of range: {self.window}, {self.sliding_share}")
         by_kind = {program.kind: program for program in self.programs}
         if not by_kind:
             raise ValueError("programs must not be empty")
@@ -176,7 +199,7 @@ class RuntimePredictor:
         programs: tuple[Program, ...] = self._chosen[kind]  # type: ignore[attr-defined]
         if kind != "local" and programs[0].kind == "local":
             work = work._replace(replicated=0, sharded=0)
-        return min(program.seconds(work, self.buckets) for program in programs)
+        return min(program.seconds(work, self.buckets, self.window, self.sliding_share) for program in programs)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
@@ -186,7 +209,13 @@ class RuntimePredictor:
         last = self.seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
         if not steps:
             return last
-        # The seconds of a full step are linear in its context: the mean of the first and the last step counts for all.
-        ends = [self.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
+        edges, whole, total = {start, stop - rest}, stop - rest, 0.0
+        if self.window:  # a window is full within one step
+            full = start + max(0, self.window - 1 - start) // chunk * chunk
+            edges |= {edge for edge in (full, full + chunk) if edge < whole}
+        # Between edges, the seconds of a step are linear in its context: the mean of the first and the last counts.
+        for begin, end in itertools.pairwise(sorted(edges)):
+            ends = [self.seconds(Work().with_chunk(at, chunk, False)) for at in (begin, end - chunk)]
+            total += (end - begin) // chunk * sum(ends) / 2
         sample = 0.0 if rest else self._chosen["local"][0].per_sample  # type: ignore[attr-defined]
-        return steps * sum(ends) / 2 + last + sample
+        return total + last + sample

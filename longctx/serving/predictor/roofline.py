@@ -9,10 +9,10 @@ from typing import Literal
 
 from longctx.models import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
-from longctx.models.layer_runs import layers_per_stage
+from longctx.models.layer_runs import layers_per_stage, most_full_layers
 from longctx.parallel.cost import ModelShape, as_float, check_count
 from longctx.parallel.topology import Topology
-from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, SharedWeights
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, SharedWeights, SlidingCost
 
 
 def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
@@ -41,9 +41,10 @@ def roofline(
     The time of a linear layer is the longer of its products and of reading its weights, and what that doesn't hide of
     the shorter, plus norms, additions and activations, plus two all-reduces a layer over `tensor`; quantised weights
     have one byte, and the device's rate for FP8. The time of attention is its products plus reading keys and values,
-    less what is hidden of the shorter. The device says which shares are reached and hidden. What replicated and sharded
-    rows exchange over `context`: see `ExchangeCost`. With several stages the predicted time is that of the largest
-    stage: other batches are in the other stages meanwhile, and a token takes `stage` times as long. The head's
+    less what is hidden of the shorter; of sliding layers they are those that the window leaves. The device says which
+    shares are reached and hidden. What replicated and sharded rows exchange over `context`: see `ExchangeCost`. With
+    several stages the predicted time is that of the largest stage, or of equal ones that with most layers without a
+    window: other batches are in the other stages meanwhile, and a token takes `stage` times as long. The head's
     vocabulary is sharded over stage and tensor.
 
     With `ffn="all"` a device reads a part of the output projection and the feed-forward, 1 / context of it, for the
@@ -121,16 +122,29 @@ def roofline(
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
     # Linear between these knots; the last are where products begin to take longer than reading the weights.
     knee = math.floor(min(read / seconds_per_row, max_rows))
+
+    def attention(count: int) -> tuple[float, float]:
+        """Seconds of a pair and of a key in some layers."""
+        key = 2 * count * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype)
+        pair = 4 * count * heads * model.head_dim
+        return pair / device.reached_attention(element), key / device.reached_key_bandwidth
+
+    num_full, sliding = most_full_layers(model, stage), None
+    if model.sliding_window is not None and num_full < layers:
+        count = layers - num_full
+        sliding = SlidingCost(model.sliding_window, *attention(count), share=count / layers)
+    per_pair, per_key = attention(num_full)
     rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows), max(1, knee), max(1, knee) + 1})
     return CurvePredictor(
         tuple(rows),
         tuple(map(linear, rows)),
-        per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
-        per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
+        per_pair=per_pair,
+        per_key=per_key,
         per_sample=2 * head / flops,
         exchange=exchange,
         overlap=device.attention_overlap,
         buckets=buckets,
+        sliding=sliding,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from longctx.parallel.cost import Hardware, LayerCost, ModelShape
-from longctx.serving.predictor.work import Work
+from longctx.serving.predictor.work import Work, window_keys, window_pairs
 
 _REMEMBERED = 2**16  # numbers of rows
 
@@ -51,6 +51,11 @@ def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int],
     if own is not None:
         return own(work, start)
     return lambda count: predictor.seconds(work.with_chunk(start, count, False))
+
+
+def window_of(predictor: Predictor) -> int:
+    """Tokens of the sliding window that a predictor counts, for `Work.window`; 0: none."""
+    return getattr(predictor, "window", 0)
 
 
 def check_predictor(predictor: Predictor, rows: int) -> Predictor:
@@ -98,12 +103,11 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
       >>> readable_tokens(seconds, tpot=0.03, stages=1, most=10**7)
       468863
     """
+    alone = Work(window=window_of(predictor))
 
     def is_met(tokens: int) -> bool:
-        decode = Work(1, 1, tokens)
-        works = (
-            (decode.with_chunk(0, chunk, False), Work(1, 1, 1).with_chunk(tokens, chunk, False)) if chunk else (decode,)
-        )
+        decode, short = alone.with_chunk(tokens - 1, 1, True), alone.with_chunk(0, 1, True)
+        works = (decode.with_chunk(0, chunk, False), short.with_chunk(tokens, chunk, False)) if chunk else (decode,)
         return all(predictor.seconds(work) <= tpot / stages for work in works)  # type: ignore[operator]
 
     if tpot is None or is_met(most):
@@ -214,22 +218,108 @@ class ExchangeCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class SlidingCost:
+    """Cost of attention in the layers with a sliding window, of the stage that takes longest.
+
+    Attributes:
+      window: tokens that a query sees, itself included.
+      per_pair, per_key: as of `CurvePredictor`, for the pairs and keys that windows leave.
+      share: of a stage's layers, those with the window.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    window: int
+    per_pair: float
+    per_key: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 < self.share <= 1:
+            raise ValueError(f"window must be at least 1, and share above 0 and at most 1, got {self}")
+        if not all(0 <= seconds < math.inf for seconds in (self.per_pair, self.per_key)):
+            raise ValueError(f"seconds must be finite and not negative, got {self}")
+
+    def seconds(self, work: Work, overlap: float) -> tuple[float, float]:
+        """Seconds of longer chunks, and of decodes."""
+        work, shorter = work.seen_through(self.window), min(self.per_pair, self.per_key)
+        prompts = sum([self._attention(pairs, keys, overlap) for pairs, keys in work.window_chunks])
+        return prompts, (self.per_pair + self.per_key - overlap * shorter) * work.window_decode_keys
+
+    def prefill_seconds(self, start: int, stop: int, chunk: int, overlap: float) -> float:
+        """Seconds of the chunks of a prompt, as `Predictor.prefill_seconds`."""
+        window, steps = self.window, (stop - start) // chunk
+        inside = min(steps, max(0, window - start) // chunk)  # chunks whose queries see all before them
+        edge = start + inside * chunk
+        pairs, keys = _pairs_and_keys(start, edge, chunk)
+        seconds = self.per_pair * pairs + self.per_key * keys
+        seconds -= overlap * _shorter_of_steps(self.per_pair, self.per_key, start, edge, chunk)
+        if edge < stop and edge < window - 1:  # the one that reaches beyond the window
+            count = min(chunk, stop - edge)
+            seconds += self._of_chunk(edge, count, overlap)
+            edge += count
+        steps, rest = divmod(stop - edge, chunk)  # all others are alike
+        return seconds + steps * self._of_chunk(edge, chunk, overlap) + self._of_chunk(edge, rest, overlap)
+
+    def _of_chunk(self, start: int, count: int, overlap: float) -> float:
+        if not count:
+            return 0.0
+        pairs, keys = window_pairs(start, count, self.window), window_keys(start, count, self.window)
+        return self._attention(pairs, keys, overlap)
+
+    def _attention(self, pairs: int, keys: int, overlap: float) -> float:
+        products, reading = self.per_pair * pairs, self.per_key * keys
+        return products + reading - overlap * min(products, reading)
+
+
+def _pairs_and_keys(start: int, stop: int, chunk: int) -> tuple[int, int]:
+    """Pairs, and keys that are read, of the chunks of a prompt from `start` to `stop`."""
+    steps, rest = divmod(stop - start, chunk)
+    pairs = (stop * (stop + 1) - start * (start + 1)) // 2
+    return pairs, steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
+
+
+def _shorter(per_pair: float, per_key: float, start: int, count: int) -> float:
+    """The smaller of a chunk's seconds of products and of reading keys."""
+    pairs = count * start + count * (count + 1) // 2
+    return min(per_pair * pairs, per_key * (start + count))
+
+
+def _shorter_of_steps(per_pair: float, per_key: float, start: int, stop: int, chunk: int) -> float:
+    """The sum of `_shorter` over the chunks from `start` to `stop`."""
+    steps, rest = divmod(stop - start, chunk)
+    # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
+    pair, key = per_pair * chunk, per_key
+    first, slope = per_pair * (chunk * (chunk + 1) // 2) - key * chunk, pair - key
+    at = steps if not slope else min(steps, max(0, math.ceil((-first / slope - start) / chunk)))
+    total = _shorter(per_pair, per_key, stop - rest, rest) if rest else 0.0
+    for begin, end in ((0, at), (at, steps)):
+        if begin < end:
+            ends = (start + begin * chunk, start + (end - 1) * chunk)
+            total += (end - begin) * sum(_shorter(per_pair, per_key, each, chunk) for each in ends) / 2
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
 class CurvePredictor:
     """Predicts operators from data sheets (`roofline`) or tables of measured operators.
 
     seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
-    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.
+    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these; and
+    with sliding layers as much again, of what their window leaves, by their own numbers.
 
     Attributes:
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
         attention and logits. It continues beyond the last knot, and is constant before the first.
-      per_pair: seconds of a pair of a query and a key.
-      per_key: seconds of a key that is read.
+      per_pair: seconds of a pair of a query and a key, in all layers without a window.
+      per_key: seconds of a key that is read, in all layers without a window.
       per_sample: seconds of a row of logits.
       exchange: what replicated and sharded rows exchange; None: nothing.
       overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
       buckets: numbers of rows that steps are compiled for, ascending: the linear layers of a batch take what the next
         of them does. Empty, and beyond the last: a batch has no padding.
+      sliding: layers with a sliding window; None: there are none.
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
@@ -254,6 +344,7 @@ class CurvePredictor:
     exchange: ExchangeCost | None = None
     overlap: float = 0.0
     buckets: tuple[int, ...] = ()
+    sliding: SlidingCost | None = None
 
     def __post_init__(self) -> None:
         if list(self.buckets) != sorted(set(self.buckets)) or any(rows < 1 for rows in self.buckets):
@@ -272,6 +363,11 @@ class CurvePredictor:
         object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
         object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
+    @property
+    def window(self) -> int:
+        """Tokens of a sliding layer's window; 0: there are none."""
+        return 0 if self.sliding is None else self.sliding.window
+
     def seconds(self, work: Work) -> float:
         """Seconds of a batch, as `Predictor.seconds`."""
         rows, samples, decode_keys, _, pairs, keys, *_ = work
@@ -281,18 +377,29 @@ class CurvePredictor:
         decodes = (self.per_pair + self.per_key) * decode_keys
         if self.overlap:
             decodes -= self.overlap * min(self.per_pair, self.per_key) * decode_keys
-            prompts -= self.overlap * sum(self._shorter(start, count) for start, count in work.chunks)
+            prompts -= self.overlap * sum(_shorter(self.per_pair, self.per_key, *each) for each in work.chunks)
+        in_windows = 0.0
+        if self.sliding is not None:
+            in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
+            decodes += of_decodes
         if self.exchange is not None and self.exchange.concerns(work):
-            moved = self.exchange.seconds(work, prompts)
-            return (
-                self._linear_seconds(self.exchange.rows(work)) + prompts + decodes + self.per_sample * samples + moved
-            )
+            rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows)
+            prompts += in_windows
+            return self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples + moved
+        prompts += in_windows
         return self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
 
-    def _shorter(self, start: int, count: int) -> float:
-        """The smaller of a chunk's seconds of products and of reading keys."""
-        pairs = count * start + count * (count + 1) // 2
-        return min(self.per_pair * pairs, self.per_key * (start + count))
+    def _exchange_seconds(self, work: Work, prompts: float, in_windows: float) -> float:
+        """Seconds of exchanges beside the attention to prompts' chunks in layers of each kind."""
+        assert self.exchange is not None
+        if self.sliding is None:
+            return self.exchange.seconds(work, prompts)
+        # What attention hides of an exchange follows from its seconds in one layer.
+        share, seconds = self.sliding.share, 0.0
+        for part, attention in ((1 - share, prompts), (share, in_windows)):
+            if part:
+                seconds += part * self.exchange.seconds(work, attention / part)
+        return seconds
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
@@ -300,33 +407,23 @@ class CurvePredictor:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
         linear = steps * self._row_seconds(chunk) + (self._row_seconds(rest) if rest else 0.0)
-        pairs = (stop * (stop + 1) - start * (start + 1)) // 2
-        keys = steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
-        hidden = self.overlap * self._shorter_of_steps(start, stop, chunk) if self.overlap else 0.0
-        return linear + self.per_pair * pairs + self.per_key * keys - hidden + self.per_sample
-
-    def _shorter_of_steps(self, start: int, stop: int, chunk: int) -> float:
-        """The sum of `_shorter` over the chunks from `start` to `stop`."""
-        steps, rest = divmod(stop - start, chunk)
-        # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
-        pair, key = self.per_pair * chunk, self.per_key
-        first, slope = self.per_pair * (chunk * (chunk + 1) // 2) - key * chunk, pair - key
-        at = steps if not slope else min(steps, max(0, math.ceil((-first / slope - start) / chunk)))
-        total = self._shorter(stop - rest, rest) if rest else 0.0
-        for begin, end in ((0, at), (at, steps)):
-            if begin < end:
-                ends = (start + begin * chunk, start + (end - 1) * chunk)
-                total += (end - begin) * sum(self._shorter(each, chunk) for each in ends) / 2
-        return total
+        pairs, keys = _pairs_and_keys(start, stop, chunk)
+        hidden = 0.0
+        if self.overlap:
+            hidden = self.overlap * _shorter_of_steps(self.per_pair, self.per_key, start, stop, chunk)
+        seconds = linear + self.per_pair * pairs + self.per_key * keys - hidden + self.per_sample
+        return seconds + (
+            0.0 if self.sliding is None else self.sliding.prefill_seconds(start, stop, chunk, self.overlap)
+        )
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
         """The seconds of a batch with one more local chunk, as the module's `chunk_curve`."""
-        if self.exchange is not None and self.exchange.concerns(work):
+        if self.sliding is not None or (self.exchange is not None and self.exchange.concerns(work)):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
         decodes, logits, keys = (per_pair + per_key) * decode_keys, self.per_sample * samples, keys + start
-        hidden = sum(self._shorter(*chunk) for chunk in chunks) if overlap else 0.0
+        hidden = sum(_shorter(per_pair, per_key, *each) for each in chunks) if overlap else 0.0
         if overlap:
             decodes -= overlap * min(per_pair, per_key) * decode_keys
 

@@ -3,9 +3,14 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from longctx.parallel.cost import window_keys, window_pairs
+
 
 class Work(NamedTuple):
     """The work of a batch on one context rank; made by `of`, `with_chunk` and `with_sharded`.
+
+    Pairs and keys are those of a layer without a sliding window, and where `window` is given, those of a layer with
+    one too. A work that was made without it gets it from `seen_through`.
 
     Attributes:
       rows: tokens computed; products with the weights and messages between devices are proportional to them.
@@ -19,6 +24,9 @@ class Work(NamedTuple):
       ring_cached: cached keys of the sharded chunks on the rank that has most of them, the fullest: what each message
         of a ring has room for, beside the new keys of one rank, `sharded`.
       elsewhere: `pairs` of the other ranks. Where devices share processors, as those of a CPU do, they wait for them.
+      window: tokens that a query of a sliding layer sees, itself included; 0: not given, or no layer is sliding.
+      window_decode_keys: `decode_keys` of a sliding layer.
+      window_chunks: pairs, and keys, of each longer chunk in a sliding layer.
 
     Source:
       Mnemosyne, 4.1 and 4.2, and Context Parallelism for Scalable Million-Token Inference, 3.4.
@@ -43,37 +51,57 @@ class Work(NamedTuple):
     exchange: str = ""
     ring_cached: int = 0
     elsewhere: int = 0
+    window: int = 0
+    window_decode_keys: int = 0
+    window_chunks: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> "Work":
+    def of(cls, chunks: Iterable[tuple[int, int, bool]], window: int = 0) -> "Work":
         """The work of local chunks, each given as (tokens before it, its tokens, whether a token is sampled)."""
-        rows = samples = decode_keys = pairs = keys = 0
+        rows = samples = decode_keys = pairs = keys = seen = 0
         longer = []
         for start, count, does_sample in chunks:
             samples += does_sample
             if count == 1:
                 rows += 1
                 decode_keys += start + 1
+                seen += min(start + 1, window)
             else:
                 rows += count
                 pairs += count * start + count * (count + 1) // 2
                 keys += start + count
                 longer.append((start, count))
-        return cls(rows, samples, decode_keys, tuple(longer), pairs, keys)
+        work = cls(rows, samples, decode_keys, tuple(longer), pairs, keys)
+        if not window:
+            return work
+        in_window = tuple((window_pairs(*each, window), window_keys(*each, window)) for each in longer)
+        return work._replace(window=window, window_decode_keys=seen, window_chunks=in_window)
 
-    def with_chunk(self, start: int, count: int, samples: bool, replicated: bool = False) -> "Work":
+    def with_chunk(
+        self, start: int, count: int, samples: bool, replicated: bool = False, window: int | None = None
+    ) -> "Work":
         """This work and that of one more chunk: `count` tokens after `start` others on this rank.
 
         A replicated chunk, which other ranks compute too, has not all keys of its sequence on a rank: see
-        `batch.replicated_start`. `samples`: whether a token is sampled after it.
+        `batch.replicated_start`. `samples`: whether a token is sampled after it. `window`: of the tokens in the window
+        of a query, how many this rank has at most; None: all of them.
         """
         rows, sampled, decode_keys, chunks, pairs, keys, merged, *_ = self
         rows, sampled, merged, rest = rows + count, sampled + samples, merged + count * replicated, self[7:]
+        if self.window:
+            rest = (*self[7:12], *self._seen_with(start, count, self.window if window is None else window))
         if count == 1:
             return Work(rows, sampled, decode_keys + start + 1, chunks, pairs, keys, merged, *rest)
         chunks, keys = (*chunks, (start, count)), keys + start + count
         pairs += count * start + count * (count + 1) // 2
         return Work(rows, sampled, decode_keys, chunks, pairs, keys, merged, *rest)
+
+    def _seen_with(self, start: int, count: int, window: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """`window_decode_keys` and `window_chunks` with one more chunk."""
+        if count == 1:
+            return self.window_decode_keys + min(start + 1, window), self.window_chunks
+        seen = window_pairs(start, count, window), window_keys(start, count, window)
+        return self.window_decode_keys, (*self.window_chunks, seen)
 
     def with_sharded(
         self,
@@ -107,15 +135,33 @@ class Work(NamedTuple):
                 samples=self.samples + samples,
                 decode_keys=self.decode_keys - (-(start + 1) // ranks),
                 sharded=self.sharded + rows,
+                window_decode_keys=self.window_decode_keys - (-min(start + 1, self.window) // ranks),
             )
-        if exchange == "pass_q":
-            start = max(start, ranks * ring_cached)
         if not rows:
             return begin._replace(samples=self.samples + samples)
         # Each of the rank's rows sees all that is cached, and half of the new tokens.
-        start += (count - rows) // 2
-        longer = begin.with_chunk(start, rows, samples)
-        return longer._replace(sharded=self.sharded + rows)
+        before = max(start, ranks * ring_cached) if exchange == "pass_q" else start
+        longer = begin.with_chunk(before + (count - rows) // 2, rows, samples)
+        longer = longer._replace(sharded=self.sharded + rows)
+        if not self.window:
+            return longer
+        # With a window, rows near the start see less than others, and ranks have their share of these.
+        seen = -(-rows * window_pairs(start, count, self.window) // count), window_keys(start, rows, self.window)
+        return longer._replace(window_chunks=(*self.window_chunks, seen))
+
+    def seen_through(self, window: int) -> "Work":
+        """This work with that of layers with a window, as if all decodes were equally long if they were added without.
+
+        So it overestimates decodes of which some are shorter than the window, and others longer.
+        """
+        if self.window == window:
+            return self
+        decodes = self.rows - sum(count for _, count in self.chunks)
+        return self._replace(
+            window=window,
+            window_decode_keys=min(self.decode_keys, decodes * window),
+            window_chunks=tuple((window_pairs(*each, window), window_keys(*each, window)) for each in self.chunks),
+        )
 
     @property
     def local(self) -> int:
@@ -126,6 +172,16 @@ class Work(NamedTuple):
     def pairs(self) -> int:
         """Pairs of a query and a key that it attends to; attention's products are proportional to them."""
         return self.decode_keys + self.chunk_pairs
+
+    @property
+    def window_pairs(self) -> int:
+        """`pairs` of a layer with a window."""
+        return self.window_decode_keys + sum([pairs for pairs, _ in self.window_chunks])
+
+    @property
+    def window_keys(self) -> int:
+        """`keys` of a layer with a window."""
+        return self.window_decode_keys + sum([keys for _, keys in self.window_chunks])
 
     @property
     def keys(self) -> int:

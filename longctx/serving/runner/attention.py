@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
-from longctx.kernels import paged_attention, plan_paged_attention
+from longctx.kernels import paged_attention
 from longctx.kernels.merge import with_sinks
 from longctx.kernels.paged_attention import PagedPlan
 from longctx.kernels.partitioning import match_varying
@@ -17,10 +16,10 @@ from longctx.parallel.exchange import part_of_rank
 from longctx.parallel.helix import merge_to_heads
 from longctx.parallel.kvp import merge_over_ranks
 from longctx.serving.runner.ffn_rows import FfnRows
-from longctx.serving.runner.gathered_keys import FirstOf, GatheredKeys, RowMetadata
+from longctx.serving.runner.gathered_keys import GatheredKeys
 from longctx.serving.runner.key_ring import KeyRing
-from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
-from longctx.serving.runner.step_inputs import RowInputs, Shape
+from longctx.serving.runner.paged_cache import LayerInputs, NewKeys, PagedCache, PageTables, RowMetadata
+from longctx.serving.runner.step_inputs import Shape
 
 
 class WindowLayers(NamedTuple):
@@ -64,34 +63,19 @@ class PagedAttend:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(
-        cls,
-        inputs: RowInputs,
-        tables: PageTables,
-        shape: Shape,
-        num_heads: int,
-        pool: Shaped[Array, "pages page_size K H"],
-        dtype: DTypeLike,
-        window: WindowLayers | None = None,
-    ) -> "PagedAttend":
-        """Derive what all layers of a step share.
-
-        Args:
-          inputs: this rank's rows.
-          shape: static sizes of the step.
-          num_heads: query heads on this device.
-          pool: the key pages; only its shape and dtype are used.
-          dtype: of queries.
-          window: of a model with sliding layers.
-        """
-        static = shape, num_heads, pool, dtype
+    def make(cls, inputs: LayerInputs, window: WindowLayers | None = None) -> "PagedAttend":
+        """Derive what all layers of a step share; `window`: of a model with sliding layers."""
+        rows, shape = inputs.rows, inputs.shape
         if window is None:
-            return cls(_LayerRows.make(inputs, tables, *static), None, inputs.offsets, None, shape)
+            return cls(_LayerRows.make(inputs), None, rows.offsets, None, shape)
         before = window.size - 1
-        full = _LayerRows.make(inputs, tables, *static, jnp.zeros_like)
-        tables, inputs = tables._replace(table=window.table), inputs._replace(pages=inputs.window_pages)
-        sliding = _LayerRows.make(inputs, tables, *static, lambda positions: positions - before)
-        return cls(full, sliding.sharing(full), inputs.offsets, window.first_pages, shape)
+        full = _LayerRows.make(inputs._replace(first_of=jnp.zeros_like))
+        sliding = inputs._replace(
+            rows=rows._replace(pages=rows.window_pages),
+            tables=inputs.tables._replace(table=window.table),
+            first_of=lambda positions: positions - before,
+        )
+        return cls(full, _LayerRows.make(sliding).sharing(full), rows.offsets, window.first_pages, shape)
 
     def __call__(
         self,
@@ -157,24 +141,13 @@ class _LayerRows:
     unsharded: "_UnshardedRows | None"
 
     @classmethod
-    def make(
-        cls,
-        inputs: RowInputs,
-        tables: PageTables,
-        shape: Shape,
-        num_heads: int,
-        pool: Array,
-        dtype: DTypeLike,
-        first_of: FirstOf | None = None,
-    ) -> "_LayerRows":
-        """As `PagedAttend.make`; `first_of`: None in a model without sliding layers."""
-        arguments = inputs, tables, shape, num_heads, pool, dtype, first_of
-        sharded: KeyRing | GatheredKeys | None = None
+    def make(cls, inputs: LayerInputs) -> "_LayerRows":
+        shape, sharded = inputs.shape, None
         if shape.sharded:
-            sharded = (KeyRing if shape.exchange == "pass_kv" else GatheredKeys).make(*arguments)
+            sharded = (KeyRing if shape.exchange == "pass_kv" else GatheredKeys).make(inputs)
         has_unsharded = shape.replicated or shape.local
-        unsharded = _UnshardedRows.make(*arguments) if has_unsharded else None
-        return cls(tables, inputs.pages, sharded, unsharded)
+        unsharded = _UnshardedRows.make(inputs) if has_unsharded else None
+        return cls(inputs.tables, inputs.rows.pages, sharded, unsharded)
 
     def sharing(self, other: "_LayerRows") -> "_LayerRows":
         """Return these with the arrays of the other kind where both have the same."""
@@ -202,26 +175,16 @@ class _UnshardedRows:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(
-        cls,
-        inputs: RowInputs,
-        tables: PageTables,
-        shape: Shape,
-        num_heads: int,
-        pool: Array,
-        dtype: DTypeLike,
-        first_of: FirstOf | None,
-    ) -> "_UnshardedRows":
-        slots, positions = inputs.slots[shape.sharded :], inputs.positions[shape.sharded :]
-        empty = jnp.zeros_like(tables.table[:, 0])
+    def make(cls, inputs: LayerInputs) -> "_UnshardedRows":
+        rows, shape = inputs.rows, inputs.shape
+        slots, positions = rows.slots[shape.sharded :], rows.positions[shape.sharded :]
+        empty = jnp.zeros_like(inputs.tables.table[:, 0])
         lengths = empty.at[jnp.maximum(slots, 0)].max(jnp.where(slots >= 0, positions + 1, 0))
-        metadata = RowMetadata.of(lengths, positions, slots, first_of)
+        metadata = inputs.metadata(lengths, positions, slots)
         # No more rows than requests may run are most often all decodes; of more some are of a chunk.
         most = 1 if shape.replicated + shape.local <= shape.samples else None
-        plan = plan_paged_attention(
-            num_heads, pool, *tables, **metadata._asdict(), q_dtype=dtype, max_rows_per_sequence=most
-        )
-        return cls(inputs.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
+        plan = inputs.plan(metadata, max_rows_per_sequence=most)
+        return cls(rows.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
 
     def __call__(
         self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, sinks: Array | None

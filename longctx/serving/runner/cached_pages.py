@@ -9,15 +9,14 @@ from jaxtyping import Int
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.bits import from_bits
-from longctx.serving.runner.paged_cache import PagedCache, PageTables
-from longctx.serving.runner.step_inputs import RowInputs, Shape
+from longctx.serving.runner.paged_cache import LayerInputs, PagedCache
 
 
-def first_new_positions(inputs: RowInputs, num_slots: int) -> Int[Array, "slots"]:
+def first_new_positions(inputs: LayerInputs) -> Int[Array, "slots"]:
     """The position of each slot's first new sharded token; what is before it, is cached. 0 where there is none."""
     big = jnp.iinfo(jnp.int32).max
-    slots, positions = inputs.sharded_slots, inputs.sharded_positions
-    firsts = jnp.full_like(positions, big, shape=num_slots)
+    slots, positions = inputs.rows.sharded_slots, inputs.rows.sharded_positions
+    firsts = jnp.full_like(positions, big, shape=inputs.tables.table.shape[0])
     firsts = firsts.at[jnp.maximum(slots, 0)].min(jnp.where(slots >= 0, positions, big))
     return jnp.where(firsts == big, 0, firsts)
 
@@ -40,9 +39,10 @@ class CachedPages(NamedTuple):
     num_cached: Int[Array, "*rounds pages"]
 
     @classmethod
-    def of(cls, inputs: RowInputs, tables: PageTables, shape: Shape, firsts: Int[Array, "slots"]) -> "CachedPages":
+    def of(cls, inputs: LayerInputs, firsts: Int[Array, "slots"]) -> "CachedPages":
         """List this rank's, `[rounds * message]`; `firsts` as `first_new_positions` makes them."""
-        asking, page_index = inputs.message_slots, tables.numbered
+        shape, tables = inputs.shape, inputs.tables
+        asking, page_index = inputs.rows.message_slots, tables.numbered
         # Entries with cached keys come first in a slot's row of the table, so a count identifies them.
         cached = page_index[jnp.maximum(asking, 0)] * shape.page_size < firsts[jnp.maximum(asking, 0)][:, None]
         ends = jnp.cumsum(jnp.where(asking >= 0, jnp.sum(cached, 1), 0), dtype=jnp.int32)

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction
+from longctx.serving.kv_cache.window_pages import PageBytes
 
 # Where temporaries exceed 95 % of what arguments and outputs leave of 80 % of a GPU, XLA computes values twice to save
 # memory, and copies weights. It counts up to half as many temporaries again as it then allocates.
 _XLA_SHARE, _XLA_TEMPORARIES = 0.8, 1.5 / 0.95
-_UNLIMITED = 1 << 40  # pages that take no memory
 _RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays, and small programs
 
 
@@ -152,11 +152,7 @@ class MemoryUse(NamedTuple):
 
     def pages_within(self, room: int) -> int:
         """Pages that, with their window pages, take a number of bytes."""
-        both = max(0, room) // (self.page + self.window_page)
-        if both < self.most_windows or not self.window_page:
-            return both
-        rest = room - self.most_windows * self.window_page
-        return rest // self.page if self.page else _UNLIMITED
+        return PageBytes(self.page, self.window_page).pages_within(room, self.most_windows)
 
     def with_programs(self, programs: ProgramMemory, in_flight: int) -> Self:
         """Return the use with programs compiled for as many pages, of which `in_flight` run at a time."""
@@ -165,8 +161,8 @@ class MemoryUse(NamedTuple):
         return self._replace(temporaries=programs.temporaries, outputs=outputs, arguments=arguments)
 
     def with_pages(self, num_pages: int) -> Self:
-        windows = min(num_pages, self.most_windows) * self.window_page
-        return self._replace(pages=num_pages * self.page + windows)
+        pages = PageBytes(self.page, self.window_page).of_pages(num_pages, self.most_windows)
+        return self._replace(pages=pages)
 
     def check(self, needed: int = 0, advice: Mapping[str, str] = ADVICE) -> None:
         """Check that what is there, and what the largest program takes beside it, fit.

@@ -1,16 +1,14 @@
 """Pass-Q and all-gather for a step's sharded rows: all ranks get the new keys, and the cached ones by either."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from longctx.gpu_flags import reserved_multiprocessors
-from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention
+from longctx.kernels import attention, merge_state, paged_attention
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel
@@ -21,27 +19,11 @@ from longctx.kernels.partitioning import match_varying
 from longctx.parallel.pass_q import pass_q_forward
 from longctx.parallel.ring import ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
-from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables, as_floats
-from longctx.serving.runner.step_inputs import RowInputs, Shape
+from longctx.serving.runner.paged_cache import LayerInputs, NewKeys, PagedCache, PageTables, RowMetadata, as_floats
+from longctx.serving.runner.step_inputs import Shape
 
 State = tuple[Array, Array]
 """A partial attention result, `(out, lse)`."""
-
-FirstOf = Callable[[Array], Array]
-"""From positions of queries to the first positions that they see in some layers."""
-
-
-class RowMetadata(NamedTuple):
-    """Arguments of `paged_attention` beside its page tables; `q_first` is None in a model without sliding layers."""
-
-    kv_lengths: Array
-    q_positions: Array
-    q_sequence: Array
-    q_first: Array | None
-
-    @classmethod
-    def of(cls, lengths: Array, positions: Array, slots: Array, first_of: FirstOf | None) -> "RowMetadata":
-        return cls(lengths, positions, slots, None if first_of is None else first_of(positions))
 
 
 @jax.tree_util.register_dataclass
@@ -76,19 +58,10 @@ class GatheredKeys:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(
-        cls,
-        inputs: RowInputs,
-        tables: PageTables,
-        shape: Shape,
-        num_heads: int,
-        pool: Array,
-        dtype: DTypeLike,
-        first_of: FirstOf | None = None,
-    ) -> "GatheredKeys":
-        """As `PagedAttend.make`."""
-        positions, slots, order = inputs.sharded_positions, inputs.sharded_slots, inputs.sharded_order
-        firsts = first_new_positions(inputs, tables.table.shape[0])
+    def make(cls, inputs: LayerInputs) -> "GatheredKeys":
+        rows, shape = inputs.rows, inputs.shape
+        positions, slots, order = rows.sharded_positions, rows.sharded_slots, rows.sharded_order
+        firsts = first_new_positions(inputs)
         own = cached = None
         hops = []
         if shape.exchange == "pass_q":
@@ -96,24 +69,20 @@ class GatheredKeys:
             for hop in range(shape.ranks):
                 source = ring_source("context", hop)
                 at, whose = (x.reshape(shape.ranks, -1)[source] for x in (positions, slots))
-                metadata = RowMetadata.of(firsts, at, whose, first_of)
-                plan = plan_paged_attention(
-                    num_heads, pool, *tables, **metadata._asdict(), q_dtype=dtype, reserved_multiprocessors=reserved
-                )
-                hops.append((metadata, plan))
+                metadata = inputs.metadata(firsts, at, whose)
+                hops.append((metadata, inputs.plan(metadata, reserved_multiprocessors=reserved)))
         elif shape.message:
-            own = CachedPages.of(inputs, tables, shape, firsts)
+            own = CachedPages.of(inputs, firsts)
             cached = own.of_all_ranks()
-        own_positions = inputs.positions[: shape.sharded]
-        own_first = None if first_of is None else first_of(own_positions)
+        own_positions = rows.positions[: shape.sharded]
         return cls(
             order,
-            Tokens(own_positions, inputs.slots[: shape.sharded], own_first),
+            Tokens(own_positions, rows.slots[: shape.sharded], inputs.first(own_positions)),
             Tokens(positions[order], slots[order]),
             hops,
             own,
             cached,
-            inputs.message_rounds[0] if shape.rounds > 1 else None,
+            rows.message_rounds[0] if shape.rounds > 1 else None,
             shape,
         )
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
@@ -18,9 +17,8 @@ from longctx.kernels.partitioning import match_varying
 from longctx.parallel.mesh import index_of
 from longctx.parallel.ring import fold_ring, ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
-from longctx.serving.runner.gathered_keys import FirstOf
-from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables, as_floats
-from longctx.serving.runner.step_inputs import RowInputs, Shape
+from longctx.serving.runner.paged_cache import LayerInputs, NewKeys, PagedCache, PageTables, as_floats
+from longctx.serving.runner.step_inputs import Shape
 
 
 @jax.tree_util.register_dataclass
@@ -58,43 +56,36 @@ class KeyRing:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(
-        cls,
-        inputs: RowInputs,
-        tables: PageTables,
-        shape: Shape,
-        num_heads: int,
-        pool: Array,
-        dtype: DTypeLike,
-        first_of: FirstOf | None = None,
-    ) -> "KeyRing":
-        """As `PagedAttend.make`."""
+    def make(cls, inputs: LayerInputs) -> "KeyRing":
+        own_rows, shape = inputs.rows, inputs.shape
         ranks, rows, message = shape.ranks, shape.sharded, shape.message
-        new = Tokens(*(x.reshape(ranks, rows) for x in (inputs.sharded_positions, inputs.sharded_slots)))
+        new = Tokens(*(x.reshape(ranks, rows) for x in (own_rows.sharded_positions, own_rows.sharded_slots)))
         own = cached = None
         keys, places = new, jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (ranks, rows))
         source = places[0]
         if message:
-            num_slots = tables.table.shape[0]
-            own = CachedPages.of(inputs, tables, shape, first_new_positions(inputs, num_slots))
+            firsts = first_new_positions(inputs)
+            own = CachedPages.of(inputs, firsts)
             cached = own.of_all_ranks()
             first = cached.round(0, message).tokens(shape.page_size)
-            sources, places = jax.vmap(lambda old, new: _sort_block(old, new, num_slots))(first.segments, new.segments)
+            sources, places = jax.vmap(lambda old, new: _sort_block(old, new, firsts.size))(
+                first.segments, new.segments
+            )
             source = sources[index_of("context")]
             padding = Tokens(*(jnp.full((ranks, 1), x, jnp.int32) for x in (0, -1)))
             every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), first, new, padding)
             keys = jax.tree.map(lambda x: jnp.take_along_axis(x, sources, 1), every)
-        positions = inputs.positions[None, :rows]
-        queries = Tokens(positions, inputs.slots[None, :rows], None if first_of is None else first_of(positions))
+        positions = own_rows.positions[None, :rows]
+        queries = Tokens(positions, own_rows.slots[None, :rows], inputs.first(positions))
         keys = jax.tree.map(lambda x: x[:, None], keys)
-        kv_heads, head_size = pool.shape[2:]
+        kv_heads, head_size = inputs.pool.shape[2:]
         q, k = (
-            jax.ShapeDtypeStruct((1, length, heads, head_size), dtype)
-            for length, heads in ((rows, num_heads), (keys.positions.shape[-1], kv_heads))
+            jax.ShapeDtypeStruct((1, length, heads, head_size), inputs.dtype)
+            for length, heads in ((rows, inputs.num_heads), (keys.positions.shape[-1], kv_heads))
         )
         kernel = check_kernel(q, True, None, None).beside_hops(ranks)
         plans = [kernel.plan(q, k, queries, _keys_after(hop, keys)) for hop in range(ranks)]
-        num_rounds = inputs.message_rounds[0] if shape.rounds > 1 else None
+        num_rounds = own_rows.message_rounds[0] if shape.rounds > 1 else None
         return cls(queries, keys, source, places, own, cached, num_rounds, plans, shape)
 
     def __call__(

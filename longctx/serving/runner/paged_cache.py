@@ -9,13 +9,15 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float32, Int, Shaped
 
-from longctx.kernels import write_pages
+from longctx.kernels import plan_paged_attention, write_pages
 from longctx.kernels.bits import bits_dtype, from_bits
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.fp8_rows import join_packed, pack_rows, unpack_rows
+from longctx.kernels.paged_attention import PagedPlan
 from longctx.kernels.paged_attention.write import write_packed
 from longctx.models import LlamaConfig
 from longctx.serving.runner.layer_pages import LayerPages
+from longctx.serving.runner.step_inputs import RowInputs, Shape
 
 
 class PagedCache(NamedTuple):
@@ -130,3 +132,43 @@ class PageTables(NamedTuple):
         if self.page_index is not None:
             return self.page_index
         return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
+
+
+class RowMetadata(NamedTuple):
+    """Arguments of `paged_attention` beside its page tables; `q_first` is None in a model without sliding layers."""
+
+    kv_lengths: Array
+    q_positions: Array
+    q_sequence: Array
+    q_first: Array | None
+
+
+class LayerInputs(NamedTuple):
+    """A step's rows, page tables and sizes, from which the attention of layers of one kind is derived.
+
+    Attributes:
+      rows: this rank's.
+      num_heads: query heads on this device.
+      pool: the key pages; only its shape and dtype are used.
+      dtype: of queries.
+      first_of: from positions of queries to the first positions that they see; None in a model without sliding layers.
+    """
+
+    rows: RowInputs
+    tables: PageTables
+    shape: Shape
+    num_heads: int
+    pool: Shaped[Array, "pages page_size K H"]
+    dtype: DTypeLike
+    first_of: Callable[[Array], Array] | None = None
+
+    def first(self, positions: Array) -> Array | None:
+        return None if self.first_of is None else self.first_of(positions)
+
+    def metadata(self, lengths: Array, positions: Array, slots: Array) -> RowMetadata:
+        return RowMetadata(lengths, positions, slots, self.first(positions))
+
+    def plan(self, metadata: RowMetadata, **options: Any) -> PagedPlan:
+        """Plan paged attention of these rows; options as for `plan_paged_attention`."""
+        arguments = metadata._asdict() | {"q_dtype": self.dtype} | options
+        return plan_paged_attention(self.num_heads, self.pool, *self.tables, **arguments)

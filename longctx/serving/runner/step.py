@@ -31,7 +31,7 @@ from longctx.parallel.tensor import embed_tokens
 from longctx.serving.runner.attention import PagedAttend, WindowLayers
 from longctx.serving.runner.ffn_rows import collectives_of
 from longctx.serving.runner.layer_pages import LayerPages
-from longctx.serving.runner.paged_cache import PagedCache, PageTables
+from longctx.serving.runner.paged_cache import LayerInputs, PagedCache, PageTables
 from longctx.serving.runner.sample_step import from_last_stage, padding_out_of_bounds
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
@@ -169,8 +169,8 @@ def begin_step(
         pages = LayerPages.of(model.config, mesh.shape["stage"], shape.num_pages, shape.num_window_pages)
         first_pages = jnp.asarray(pages.first)[index_of("stage")]
         window = WindowLayers(size, window_table, first_pages)
-    attend = PagedAttend.make(inputs, tables, shape, local_heads, state.cache.k, x.dtype, window)
-    return x, model.rope(inputs.positions), attend
+    layers = LayerInputs(inputs, tables, shape, local_heads, state.cache.k, x.dtype)
+    return x, model.rope(inputs.positions), PagedAttend.make(layers, window)
 
 
 def end_layers(

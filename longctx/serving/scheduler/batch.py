@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longctx.serving.kv_cache.connector import PageLoad, PageStore
+from longctx.serving.kv_cache.placement import Interleaved
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -95,7 +96,11 @@ class Batch:
         self.admitted, self.tables = [], []
         if self.chunks:
             self.chunks = [chunk._replace(start=chunk.start + times) for chunk in self.chunks]
-            self.work = self.work._replace(decode_keys=self.work.decode_keys + times * len(self.chunks))
+            work, window = self.work, self.work.window
+            self.work = work._replace(
+                decode_keys=work.decode_keys + times * len(self.chunks),
+                window_decode_keys=sum([min(chunk.start + 1, window) for chunk in self.chunks]) if window else 0,
+            )
             self.predicted, self.rank_seconds = seconds, (seconds,)
 
     @property
@@ -104,27 +109,31 @@ class Batch:
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
-def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, exchange: str = "") -> list[Work]:
+def work_by_rank(
+    chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, exchange: str = "", window: int = 0
+) -> list[Work]:
     """Return the work of each context rank with one exchange of the sharded rows; the rest as `work_by_exchange`."""
-    return work_by_exchange(chunks, num_ranks, page_size, (exchange,))[exchange]
+    return work_by_exchange(chunks, num_ranks, page_size, (exchange,), window)[exchange]
 
 
 def work_by_exchange(
-    chunks: Iterable[Chunk], num_ranks: int, page_size: int, exchanges: Iterable[str]
+    chunks: Iterable[Chunk], num_ranks: int, page_size: int, exchanges: Iterable[str], window: int = 0
 ) -> dict[str, list[Work]]:
     """Return the work of each context rank, for each of some exchanges of the sharded rows.
 
     A rank of a replicated chunk attends to those keys of its sequence that it has; one of a sharded chunk has a share
-    of the rows, which are spread evenly over the ranks.
+    of the rows, which are spread evenly over the ranks. In sliding layers a rank of a replicated chunk has its share of
+    each window where pages interleave; where they grow, it is taken to have as much of it as it has keys.
 
     Args:
       page_size: tokens of a page; not needed for one rank.
-      exchanges: see `Work`.
+      exchanges, window: see `Work`.
     """
     if num_ranks == 1:
-        work = Work.of([chunk[2:5] for chunk in chunks])
+        work = Work.of([chunk[2:5] for chunk in chunks], window)
         return {exchange: [work] for exchange in exchanges}
     parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
+    interleaved: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)] if window else parts
     replicated, sharded = [0] * num_ranks, list[Chunk]()
     for chunk in chunks:
         ranks = chunk.ranks
@@ -134,25 +143,35 @@ def work_by_exchange(
             parts[ranks[0]].append(chunk[2:5])
         else:
             sequence, _, start, count, samples, *_ = chunk
-            first = ranks[0]
+            first, several = ranks[0], interleaved if isinstance(sequence.placement, Interleaved) else parts
             if count == 1 and start // page_size == len(sequence.pages) - 1:  # a decode: quicker, for there are many
                 placement, pages = sequence.placement, sequence.rank_pages
                 assert placement is not None
                 owner, unused = placement.rank(len(sequence.pages) - 1), -(start + 1) % page_size
                 for rank in ranks:
                     keys = pages[rank] * page_size - (unused if rank == owner else 0)
-                    parts[rank].append((keys - 1, 1, samples and rank == first))
+                    several[rank].append((keys - 1, 1, samples and rank == first))
                     replicated[rank] += 1
                 continue
             for rank in ranks:
                 here = replicated_start(sequence, rank, start, count, page_size)
-                parts[rank].append((here, count, samples and rank == first))
+                several[rank].append((here, count, samples and rank == first))
                 replicated[rank] += count
-    works = [Work.of(part)._replace(replicated=rows) for part, rows in zip(parts, replicated, strict=True)]
+    works = [Work.of(part, window) for part in parts]
+    if interleaved is not parts:
+        works = [_with_shares(*each, -(-window // num_ranks)) for each in zip(works, interleaved, strict=True)]
+    works = [work._replace(replicated=rows) for work, rows in zip(works, replicated, strict=True)]
     return {
         exchange: _with_elsewhere(_with_sharded(works, sharded, page_size, exchange) if sharded else works)
         for exchange in exchanges
     }
+
+
+def _with_shares(work: Work, chunks: list[tuple[int, int, bool]], window: int) -> Work:
+    """A rank's work with chunks of which it has a share of the window."""
+    for chunk in chunks:
+        work = work.with_chunk(*chunk, window=window)
+    return work
 
 
 def _with_elsewhere(works: list[Work]) -> list[Work]:
@@ -169,12 +188,14 @@ def _with_sharded(works: list[Work], chunks: list[Chunk], page_size: int, exchan
             sharded_rows(len(single), 0, num_ranks),
             sum(-(-(chunk.start + 1) // num_ranks) for chunk in single),
         )
-        samples, before = sum(chunk.samples for chunk in single), len(single)
+        samples, before, window = sum(chunk.samples for chunk in single), len(single), works[0].window
+        seen = sum(-(-min(chunk.start + 1, window) // num_ranks) for chunk in single)
         works = [
             work._replace(
                 rows=work.rows + rows,
                 samples=work.samples + (samples if rank == 0 else 0),
                 decode_keys=work.decode_keys + keys,
+                window_decode_keys=work.window_decode_keys + seen,
                 sharded=work.sharded + rows,
                 exchange=exchange or work.exchange,
             )

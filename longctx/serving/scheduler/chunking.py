@@ -11,7 +11,7 @@ from typing import NamedTuple
 from longctx.models.validation import shown
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens
+from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens, window_of
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule, count_rows
@@ -77,7 +77,7 @@ def _chunk_sizes(tokens: int) -> list[int]:
 def smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
     sizes = _chunk_sizes(chunking.tokens)
-    seconds = [*map(chunk_curve(predictor, Work(), start), sizes)]
+    seconds = [*map(chunk_curve(predictor, Work(window=window_of(predictor)), start), sizes)]
     least = min(time / size for size, time in zip(sizes, seconds, strict=True))
     return next(size for size, time in zip(sizes, seconds, strict=True) if efficient * time <= least * size)
 
@@ -181,14 +181,16 @@ class Chunker:
 
     def token_seconds(self, decoding: List[Sequence]) -> float:
         """Predict the seconds between two tokens of sequences that decode beside prompts."""
-        rows, keys = len(decoding), sum([sequence.computed for sequence in decoding]) // self.plan.context
-        decodes = Work(rows, rows, keys)
+        ranks, window, computed = self.plan.context, self.rule.window, [sequence.computed for sequence in decoding]
+        decodes = Work(len(computed), len(computed), sum(computed) // ranks, window=window)
+        if window:
+            decodes = decodes._replace(window_decode_keys=sum([min(each, window) for each in computed]) // ranks)
         if self.chunking.adaptive:
             targets = [sequence.tpot_target for sequence in decoding if sequence.tpot_target is not None]
             limit = min(targets, default=self.step_seconds)
             if limit < math.inf:
                 return max(limit, self.plan.stage * self.predictor.seconds(decodes))
-        chunk = decodes.with_chunk(0, max(1, self.chunking.tokens - rows), False)
+        chunk = decodes.with_chunk(0, max(1, self.chunking.tokens - len(computed)), False)
         return self.plan.stage * self.predictor.seconds(chunk)
 
     def note(self, chunks: List[Chunk]) -> None:

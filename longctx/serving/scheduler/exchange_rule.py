@@ -96,6 +96,7 @@ class ExchangeRule:
       link: what the equations of algorithms 1 and 5 go by.
       known: the exchanges of sharded rows that `costs` knows.
       buckets: numbers of sharded rows that steps are compiled for, ascending; empty: all steps have all exchanges.
+      window: tokens that a query of a sliding layer sees, itself included; 0: no layer is sliding.
 
     Raises:
       ValueError: the plan's rule needs a link.
@@ -112,13 +113,20 @@ class ExchangeRule:
         link: ExchangeCost | None = None,
         known: List[str] = SHARDED,
         buckets: List[int] = (),
+        window: int = 0,
     ) -> None:
+        self.window = window
         self._plan, self._rows, self._page_size, self._buckets = plan, rows, page_size, buckets
         self._costs, self._link, self._known, self._empirical = costs, link, known, plan.empirical_rule
         if plan.context > 1 and plan.exchange in ("algorithm_1", "algorithm_5") and link is None:
             raise ValueError(f"exchange={plan.exchange!r} needs a topology, or a predictor that knows exchanges")
         self._is_predicted = plan.exchange == "auto" and costs is not None
         self._compare = functools.lru_cache(1024)(self._seconds_per_token)
+
+    @property
+    def rank_window(self) -> int:
+        """Tokens of the window of a query whose sequence is on several ranks, on that which has most of them."""
+        return -(-self.window // self._plan.context) if self._plan.placement == "interleave" else self.window
 
     def shards_decodes(self, count: int = 1, beside: Sequence | None = None) -> bool:
         """Whether a step is planned with sharded rows of decodes, which `place_single_rows` decides when it is full.
@@ -143,7 +151,7 @@ class ExchangeRule:
         assert self._costs is not None
         fullest, seconds = max(keys_by_rank(beside, start, self._page_size)), {}
         for name in self._offered(-(-tokens // ranks), count):
-            work, rows = _sharded(start, tokens, ranks, fullest, name), -(-count // ranks)
+            work, rows = self._sharded(start, tokens, fullest, name), -(-count // ranks)
             if name == "pass_q":
                 work = work._replace(rows=work.rows + rows, sharded=work.sharded + rows)
             else:
@@ -214,7 +222,7 @@ class ExchangeRule:
         ranks = self._plan.context
         sharded = [chunk for chunk in chunks if chunk.sharded] if ranks > 1 else []
         if not sharded:
-            works = work_by_rank(chunks, ranks, self._page_size)
+            works = work_by_rank(chunks, ranks, self._page_size, window=self.window)
             return self._replicated(chunks) if ranks > 1 else None, works
         long = [chunk for chunk in sharded if chunk.num_tokens > 1]
         if len(long) < len(sharded):
@@ -228,7 +236,7 @@ class ExchangeRule:
         else:
             name, reason = self._by_rule(*_sums(sharded), *count_rows(chunks, ranks))
         exchange = Exchange(name, f"{reason}, {_size(long or sharded)}")
-        return exchange, work_by_rank(chunks, ranks, self._page_size, name)
+        return exchange, work_by_rank(chunks, ranks, self._page_size, name, self.window)
 
     def _by_rule(self, tokens: int, cached: int, *rows: int) -> tuple[str, str]:
         """The exchange of new tokens after cached ones without prediction, and why; `rows` as in `_offered`."""
@@ -253,7 +261,7 @@ class ExchangeRule:
         """The exchange with which the step's slowest rank takes least."""
         assert self._costs is not None
         counts = count_rows(chunks, self._plan.context)
-        works = work_by_exchange(chunks, self._plan.context, self._page_size, self._offered(*counts))
+        works = work_by_exchange(chunks, self._plan.context, self._page_size, self._offered(*counts), self.window)
         seconds = {name: max(map(self._costs.seconds, each)) for name, each in works.items()}
         name = min(seconds, key=seconds.__getitem__)
         predicted = ", ".join(f"{each} {_milliseconds(seconds[each])}" for each in seconds)
@@ -291,18 +299,19 @@ class ExchangeRule:
         """
         assert self._costs is not None
         ranks, alone = self._plan.context, min(count, self._rows)
-        here = Work().with_chunk(fullest if spans else start, alone, False, replicated=spans)
+        window = self.rank_window if spans else None
+        here = Work(window=self.window).with_chunk(fullest if spans else start, alone, False, spans, window)
         total = alone * start + alone * (alone + 1) // 2
         here = here._replace(elsewhere=max(0, total - here.pairs))
         names = self._offered(-(-count // ranks))
-        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in names)
+        sharded = min(self._costs.seconds(self._sharded(start, count, fullest, name)) for name in names)
         return self._costs.seconds(here) / alone, sharded / count
 
-
-def _sharded(start: int, count: int, ranks: int, fullest: int, exchange: str) -> Work:
-    """A rank's share of a chunk, alone in a step."""
-    share = Work().with_sharded(start, count, ranks, fullest, exchange=exchange)
-    return share._replace(elsewhere=(ranks - 1) * share.pairs)
+    def _sharded(self, start: int, count: int, fullest: int, exchange: str) -> Work:
+        """A rank's share of a chunk, alone in a step."""
+        ranks = self._plan.context
+        share = Work(window=self.window).with_sharded(start, count, ranks, fullest, exchange=exchange)
+        return share._replace(elsewhere=(ranks - 1) * share.pairs)
 
 
 def count_rows(chunks: List[Chunk], num_ranks: int) -> tuple[int, int, int]:

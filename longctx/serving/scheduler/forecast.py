@@ -74,11 +74,11 @@ class PromptTime:
 
     def decode_seconds(self, context: int, tpot: float | None = None) -> float:
         """Seconds of one token after `context` others, in one stage."""
-        limit, ranks = self._limit(tpot), self.placer.num_ranks
+        limit, ranks, none = self._limit(tpot), self.placer.num_ranks, Work(window=self.rule.window)
         fullest = max(self._keys(context + 1, limit))
         if ranks > 1 and self.rule.shards_decodes():
-            return self.predictor.seconds(Work().with_sharded(context, 1, ranks, samples=True, exchange="pass_q"))
-        work = Work().with_chunk(fullest - 1, 1, True, self._is_spread(context + 1, limit))
+            return self.predictor.seconds(none.with_sharded(context, 1, ranks, samples=True, exchange="pass_q"))
+        work = none.with_chunk(fullest - 1, 1, True, self._is_spread(context + 1, limit), self.rule.rank_window)
         return self.predictor.seconds(work._replace(elsewhere=context + 1 - fullest))
 
     def check_targets(self, request: Request, cached: int, length: int, stages: int) -> None:
@@ -104,24 +104,24 @@ class PromptTime:
 
     def _step(self, start: int, stop: int, limit: float) -> tuple[int, float]:
         """The tokens of the next step of a prompt that ends at `stop`, and its seconds."""
-        ranks, keys = self.placer.num_ranks, self._keys(start, limit)
+        ranks, keys, none = self.placer.num_ranks, self._keys(start, limit), Work(window=self.rule.window)
         fullest = max(keys)
         if ranks > 1 and self.rule.shards(start, stop, keys if start else None):
             count = min(stop - start, ranks * self.rows)
             cached, samples = fullest if count > 1 else 0, start + count == stop
             works = (
-                Work().with_sharded(start, count, ranks, cached, samples, name)
+                none.with_sharded(start, count, ranks, cached, samples, name)
                 for name in self.rule.exchanges(count, start)
             )
             seconds = (self.predictor.seconds(work._replace(elsewhere=(ranks - 1) * work.pairs)) for work in works)
             return count, min(seconds)
         count = min(stop - start, self.rows)
         if not self._is_spread(start + count, limit):
-            return count, self.predictor.seconds(Work().with_chunk(start, count, start + count == stop))
+            return count, self.predictor.seconds(none.with_chunk(start, count, start + count == stop))
         # On the fullest rank there are few of the chunk's own keys, or none, if it grows on another one.
         grows = max(self._keys(start + count, limit)) - fullest
         here = max(0, fullest + (grows - count) // 2)
-        work = Work().with_chunk(here, count, start + count == stop, True)
+        work = none.with_chunk(here, count, start + count == stop, True, self.rule.rank_window)
         rest = count * start + count * (count + 1) // 2 - work.pairs
         return count, self.predictor.seconds(work._replace(elsewhere=max(0, rest)))
 
@@ -145,12 +145,13 @@ class PromptTime:
         return [int(rounds * limit + min(max(0, rest - rank * limit), limit)) for rank in range(ranks)]
 
     def _edges(self, start: int, stop: int, limit: float) -> list[int]:
-        """Return where steps change: the fullest rank begins to get more, or gets no more; `stop` is the last."""
+        """Return where steps change: the fullest rank begins or ceases to get more, or a window is full; and `stop`."""
         ranks = self.placer.num_ranks
         edges = {start + (stop - start) * i // _PARTS for i in range(1, _PARTS + 1)}
         if limit < math.inf:
             rounds = start // (ranks * limit)
             edges |= {int((rounds + i) * ranks * limit + part) for i in range(_FOLLOWED) for part in (0, limit)}
+        edges.add(self.rule.window)
         return sorted(edge for edge in edges if start < edge <= stop)
 
 

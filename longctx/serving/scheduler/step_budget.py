@@ -71,7 +71,9 @@ class StepBudget:
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
         self._alone: dict[tuple[Sequence, int], list[_RankWork]] = {}  # of shares that were asked about, on one rank
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
-        self._works = work_by_rank(decodes, plan.context, page_size) if work is None else [work]
+        self._works = (
+            work_by_rank(decodes, plan.context, page_size, window=self._rule.window) if work is None else [work]
+        )
         if plan.context == 1:  # at once, for there are many
             self._local[0] = self._works[0].rows
         else:
@@ -313,5 +315,6 @@ class StepBudget:
             new = [works[ranks[0]].with_chunk(start, count, samples)]
         else:
             starts = [replicated_start(sequence, rank, start, count, self._page_size) for rank in ranks]
-            new = [works[rank].with_chunk(here, count, samples, True) for rank, here in zip(ranks, starts, strict=True)]
+            replicated, places = (True, self._rule.rank_window), zip(ranks, starts, strict=True)
+            new = [works[rank].with_chunk(here, count, samples, *replicated) for rank, here in places]
         return [_RankWork(rank, work, predict(work)) for rank, work in zip(ranks, new, strict=True)]

@@ -348,7 +348,9 @@ class Instance:
     def _note(self, step: EndedStep, stage_seconds: float) -> None:
         """Count what a step has computed, whose results the core has not taken yet."""
         batch = step.batch
-        work = batch.work if self.plan.context == 1 else Work.of([chunk[2:5] for chunk in batch.chunks])
+        work = batch.work
+        if self.plan.context > 1:
+            work = Work.of([chunk[2:5] for chunk in batch.chunks], work.window)
         self._totals.add(work, stage_seconds, step.finished - self._busy_since)
         self._busy_since = step.finished
         if self.keep_steps:

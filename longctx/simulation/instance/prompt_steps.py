@@ -228,7 +228,7 @@ class PromptSteps:
         if step >= self._shortage:
             return False
         rows, decodes = self._rows[place], self._groups[place]
-        budget = chunker.step((), Work(rows, rows, self._keys[place]))
+        budget = chunker.step((), self._decode_work(step))
         prompts = [each for each in self._prompts if each.plannable > 0]
         shares = chunker.fill(budget, prompts, now, lambda head: self._targets(step)) if prompts else {}
         if not (shares or rows) or any(share.num_tokens == each.remaining for each, share in shares.items()):
@@ -258,6 +258,15 @@ class PromptSteps:
         states = _states(self._prompts)
         self._planned.append(_Planned(budget.work, decodes, chunks, now, behind, states, chunker.history))
         return True
+
+    def _decode_work(self, step: int) -> Work:
+        """Return the work of the decodes of a step."""
+        place, window = step % self._stage, self._core.scheduler.chunker.rule.window
+        work = Work(self._rows[place], self._rows[place], self._keys[place])
+        if not window:
+            return work
+        keys = [each.sequence.computed + (step - each.first) // self._stage + 1 for each in self._groups[place]]
+        return work._replace(window=window, window_decode_keys=sum([min(count, window) for count in keys]))
 
     def apply(self, count: int, totals: Totals, steps: list[StepMetrics] | None) -> list[float]:
         """Move core, queue and executor past the first steps, and return the times at which they ended.

@@ -60,18 +60,21 @@ class RepetitionFinder:
         self._seen.append((step, shape))
         return seen == shape
 
-    def seconds(self, rows: int, keys: np.ndarray) -> np.ndarray:
-        """Return the seconds of batches of `rows` decodes that attend to `keys`, int64 `[n]`, as float64 `[n]`."""
+    def seconds(self, rows: int, keys: np.ndarray, seen: np.ndarray, window: int) -> np.ndarray:
+        """Return the seconds of batches of `rows` decodes that attend to `keys`, int64 `[n]`, as float64 `[n]`.
 
-        def one(count: int) -> float:
-            return self.predictor.seconds(Work(rows, rows, count))
+        In sliding layers they attend to `seen`, int64 `[n]`.
+        """
 
-        found: Any = self.predictor.seconds(Work(rows, rows, keys))  # type: ignore[arg-type]
+        def one(count: Any, in_window: Any) -> Any:
+            return self.predictor.seconds(Work(rows, rows, count, window=window, window_decode_keys=in_window))
+
+        found = one(keys, seen)
         # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
         is_alike = isinstance(found, np.ndarray) and found.shape == keys.shape
-        if is_alike and found[0] == one(int(keys[0])) and found[-1] == one(int(keys[-1])):
+        if is_alike and all(found[at] == one(int(keys[at]), int(seen[at])) for at in (0, -1)):
             return found
-        return np.array([one(count) for count in keys.tolist()])
+        return np.array([*map(one, keys.tolist(), seen.tolist())])
 
 
 class RepeatedSteps:
@@ -100,7 +103,13 @@ class RepeatedSteps:
         # Keys of slots that have begun, too: those of a stage's last batch, so many periods before or after it.
         keys = np.array([batch.work.decode_keys for batch in stages], np.int64)[at]
         indices = np.array([batch.index for batch in stages], np.int64)[at]
-        self._keys = keys + (numbers - indices) // stage * self._rows
+        later = (numbers - indices) // stage
+        self._keys, self._seen = keys + later * self._rows, np.zeros_like(keys)
+        window = max(batch.work.window for batch in stages)
+        if window:
+            for place, batch in enumerate(stages):
+                starts = [chunk.start for chunk in batch.chunks]
+                self._seen[at == place] = _keys_in_window(starts, window, later[at == place])
         begun = self._last + 1 - self._origin
         pendings = {batch.index: pending for batch, pending in executor.recent}
         self._seconds = np.zeros(len(numbers))
@@ -109,7 +118,7 @@ class RepeatedSteps:
             count = rows[place]
             if count:
                 mine = slice(begun + place, None, stage)
-                self._seconds[mine] = finder.seconds(count, self._keys[mine])
+                self._seconds[mine] = finder.seconds(count, self._keys[mine], self._seen[mine], window)
         # A slot ends when the slowest batch leaves its stage, while it is in the last one itself.
         self._ticks = _sliding_max(self._seconds, stage)
         known = [pendings[number].ready for number in range(self._origin, self._last - stage + 2)]
@@ -179,13 +188,16 @@ class RepeatedSteps:
         return self._finder.core.in_flight.is_steady(float(seconds.min()), float(seconds.max()))
 
     def _add(self, totals: Totals, busy: np.ndarray, ends: np.ndarray) -> None:
-        rows, keys = int(self._rows[busy].sum()), int(self._keys[busy].sum())
+        rows, keys, seen = (int(each[busy].sum()) for each in (self._rows, self._keys, self._seen))
         totals.steps += len(busy)
         totals.rows += rows
         totals.samples += rows
         totals.pairs += keys
         totals.keys += keys
         totals.decode_pairs += keys
+        totals.window_pairs += seen
+        totals.window_keys += seen
+        totals.window_decode_pairs += seen
         totals.stage_seconds = _add_up(totals.stage_seconds, self._seconds[busy])
         totals.busy = _add_up(totals.busy, _gaps(self._begin, ends))
 
@@ -199,6 +211,14 @@ class RepeatedSteps:
             alone = (float(self._seconds[slot]),)
             step = StepMetrics(self._origin + slot, end, seconds, True, tick, len(gaps), (), rows[place])
             steps.append(step._replace(rank_seconds=alone, gaps=gaps))
+
+
+def _keys_in_window(starts: list[int], window: int, later: np.ndarray) -> np.ndarray:
+    """Return the keys in the windows of decodes after `starts` tokens, some tokens later: int64, as `later`."""
+    left = np.sort(window - 1 - np.array(starts, np.int64))  # tokens until each has a full window
+    sums = np.concatenate([np.cumsum(left[::-1])[::-1], [0]])
+    full = np.searchsorted(left, later, side="right")
+    return len(starts) * window - (sums[full] - (len(starts) - full) * later)
 
 
 def _sliding_max(values: np.ndarray, size: int) -> np.ndarray:

@@ -59,7 +59,8 @@ class PromptPredictor:
             lambda tpot: limit_of_rank(predictor, chunking, tpot, plan.stage, most),
         )
         link, buckets = getattr(predictor, "exchange", None), config.sharded_buckets
-        rule = ExchangeRule(plan, chunking.tokens, config.page_size, predictor, link, buckets=buckets)
+        self._window = window = deployment.model.sliding_window or 0
+        rule = ExchangeRule(plan, chunking.tokens, config.page_size, predictor, link, buckets=buckets, window=window)
         rank_tokens = deployment.num_pages * config.page_size
         self.deployment = deployment
         self._plan, self._predictor, self._chunking = plan, predictor, chunking
@@ -70,6 +71,8 @@ class PromptPredictor:
         stages = self._plan.stage
         tpot = self.deployment.config.slo.per_token(stages).tpot
         places = [length * at // POSITIONS for at in range(POSITIONS)] + [length]
+        if 0 < self._window < length:
+            places = sorted({*places, self._window})  # from where on layers with a window take no longer
         # Steps are looked at as if the prompt went on, so that the last one is full too.
         most = length + self._chunking.tokens * self._plan.context
         steps = [self._step(place, most, tpot) for place in places]
@@ -80,7 +83,7 @@ class PromptPredictor:
         chunks = [tokens for tokens, _ in steps]
         # As seconds: between two places the steps for a token are about linear.
         count = sum(
-            (places[at + 1] - places[at]) * (1 / chunks[at] + 1 / chunks[at + 1]) / 2 for at in range(POSITIONS)
+            (places[at + 1] - places[at]) * (1 / chunks[at] + 1 / chunks[at + 1]) / 2 for at in range(len(places) - 1)
         )
         beside = stages * max(seconds for _, seconds in steps)
         return Prompt(ttft, decode, beside, min(chunks), max(chunks), math.ceil(count) + stages - 1)

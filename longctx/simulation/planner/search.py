@@ -308,10 +308,6 @@ def evaluate(
     except ValueError as error:
         return RejectedPlan(plan, chunking, "link", str(error), math.inf)
     length = goal.context + goal.output_tokens
-    memory = utilization.device_memory(model, plan, topology.device, length, budget, kv_dtype=kv_dtype)
-    if not memory.fits:
-        text = f"{memory.total / 1e9:,.0f} GB on each device, of {memory.usable / 1e9:.0f}"
-        return RejectedPlan(plan, chunking, "memory", text, memory.total / memory.usable)
     config = EngineConfig(
         page_size=_PAGE,
         max_running=_RUNNING,
@@ -321,6 +317,10 @@ def evaluate(
         slo=Slo(tpot=goal.tpot, tpot_factor=1.0, step_seconds=goal.tpot),
         kv_dtype=kv_dtype,
     )
+    memory = utilization.device_memory(model, plan, topology.device, length, budget, kv_dtype=kv_dtype, config=config)
+    if not memory.fits:
+        text = f"{memory.total / 1e9:,.0f} GB on each device, of {memory.usable / 1e9:.0f}"
+        return RejectedPlan(plan, chunking, "memory", text, memory.total / memory.usable)
     deployment = Deployment(model, topology, plan, config, gpus // plan.num_devices)
     prompt = _predict(deployment, goal)
     missed = _missed(goal, prompt)

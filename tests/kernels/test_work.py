@@ -19,10 +19,10 @@ from longctx.kernels.attention.mosaic_gpu import make_tiles
 from longctx.kernels.attention.rule import AttentionRule
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import Tile, Tiles, Work, equal_shares, whole_items
 from longctx.kernels.paged_attention.mosaic_gpu import ALIGNMENT, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 from longctx.kernels.paged_attention.sorted_tiles import max_rows
+from longctx.kernels.work import Tile, Tiles, Work, equal_shares, whole_items
 
 Part = tuple[int, list[int], list[int]]
 share_equally, share_whole = (jax.jit(f, static_argnums=(1, 2)) for f in (equal_shares, whole_items))

@@ -18,7 +18,7 @@ _BEFORE_AMPERE = re.compile(
 
 
 class Interpreter(NamedTuple):
-    """Settings of the interpreter that replaces the device while `adapter.interpreted` is in force."""
+    """Settings of the interpreter that replaces the device while `mosaic_gpu.adapter.interpreted` is in force."""
 
     params: Any
     num_multiprocessors: int
@@ -26,6 +26,8 @@ class Interpreter(NamedTuple):
 
 
 INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
+TRITON_INTERPRETED: contextvars.ContextVar[bool] = contextvars.ContextVar("triton_interpreted", default=False)
+"""Whether `triton.adapter.interpreted` is in force."""
 _COMPILED_FOR: contextvars.ContextVar["Device | None"] = contextvars.ContextVar("compiled_for", default=None)
 
 
