@@ -7,7 +7,9 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from longctx.parallel.cost import Hardware, LayerCost, ModelShape
 from longctx.serving.predictor.work import Work, window_keys, window_pairs
@@ -56,6 +58,36 @@ def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int],
 def window_of(predictor: Predictor) -> int:
     """Tokens of the sliding window that a predictor counts, for `Work.window`; 0: none."""
     return getattr(predictor, "window", 0)
+
+
+def seconds_of_many(predictor: Predictor, works: Work, count: int) -> np.ndarray:
+    """Return the seconds of many batches that differ in numbers of keys and pairs, and in where their chunks start.
+
+    Args:
+      works: of the batches: fields that differ are int64 `[count]`, and so is the start of a chunk.
+      count: of batches.
+
+    Returns:
+      float64 `[count]`, each equal to what `predictor.seconds` gives for the batch alone.
+    """
+
+    def one(number: int) -> float:
+        chunks = tuple(tuple(_item(value, number) for value in chunk) for chunk in works.chunks)
+        return predictor.seconds(Work(*(_item(value, number) for value in works))._replace(chunks=chunks))
+
+    # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
+    try:
+        found: Any = predictor.seconds(works)
+    except (TypeError, ValueError):
+        found = None
+    is_alike = isinstance(found, np.ndarray) and found.shape == (count,)
+    if is_alike and all(found[number] == one(number) for number in (0, count - 1)):
+        return found
+    return np.array([one(number) for number in range(count)])
+
+
+def _item(value: Any, number: int) -> Any:
+    return int(value[number]) if isinstance(value, np.ndarray) else value
 
 
 def check_predictor(predictor: Predictor, rows: int) -> Predictor:
@@ -283,7 +315,8 @@ def _pairs_and_keys(start: int, stop: int, chunk: int) -> tuple[int, int]:
 def _shorter(per_pair: float, per_key: float, start: int, count: int) -> float:
     """The smaller of a chunk's seconds of products and of reading keys."""
     pairs = count * start + count * (count + 1) // 2
-    return min(per_pair * pairs, per_key * (start + count))
+    products, reads = per_pair * pairs, per_key * (start + count)
+    return min(products, reads) if isinstance(start, int) else np.minimum(products, reads)
 
 
 def _shorter_of_steps(per_pair: float, per_key: float, start: int, stop: int, chunk: int) -> float:

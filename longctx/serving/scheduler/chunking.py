@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
+import numpy as np
+
 from longctx.models.validation import shown
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
@@ -174,6 +176,37 @@ class Chunker:
                 break
         return step.shares
 
+    def takes_all(
+        self,
+        decodes: int,
+        targets: List[float],
+        seconds: np.ndarray,
+        seconds_of: Callable[[int], np.ndarray],
+    ) -> np.ndarray:
+        """Return in which of many steps the only prompt gets all rows that decodes leave, bool `[steps]`, as by `fill`.
+
+        All steps before had as many rows. The prompt has more tokens left, and pages on one rank.
+
+        Args:
+          targets: the least TPOT target of the decodes that wait for the steps; empty: none has one.
+          seconds: of each step with all rows, float64 `[steps]`.
+          seconds_of: those with a chunk of some tokens; of none: without the prompt.
+        """
+        tokens, count = self.chunking.tokens, self.chunking.tokens - decodes
+        none = np.zeros(len(seconds), bool)
+        if (self.plan.stage > 1 and {*self._recent} != {tokens}) or self._buckets[-1] < tokens or count < 2:
+            return none
+        if not self.chunking.adaptive:
+            return ~none
+        if not targets:
+            return none
+        fits, fewer = seconds <= targets[0] / self.plan.stage, self._smaller_program(tokens) - decodes
+        if fewer < 2:
+            return none if fewer == 1 else fits
+        alone = seconds_of(0)
+        smaller, larger = np.maximum(alone, seconds_of(fewer)), np.maximum(alone, seconds)
+        return fits & (count * smaller >= fewer * larger)
+
     @property
     def heeds_targets(self) -> bool:
         """Whether some steps are as long as the TPOT targets of decodes allow; else those need not be known."""
@@ -307,11 +340,16 @@ class Chunker:
         The last chunk of a prompt stays whole. On several ranks programs have rows of three kinds, which are not
         filled.
         """
-        fewer = max((bucket for bucket in self._buckets if bucket < step.rows + count), default=0) - step.rows
+        fewer = self._smaller_program(step.rows + count) - step.rows
         if self.plan.context > 1 or not 0 < fewer < count or count == sequence.remaining:
             return count
         smaller, larger = step.seconds_with(sequence, fewer), step.seconds_with(sequence, count)
         return fewer if count * smaller < fewer * larger else count
+
+    def _smaller_program(self, rows: int) -> int:
+        """Return the largest number of rows below these that steps are compiled for; 0 if there is none."""
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at - 1] if at else 0
 
     def _smallest(self, start: int, efficient: float) -> int:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)

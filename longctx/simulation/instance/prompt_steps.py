@@ -11,19 +11,22 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.serving.engine.batch_queue import AHEAD
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue, Tick
+from longctx.serving.predictor.runtime import seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
 from longctx.simulation.record import Totals
 
+_LEAST, _MOST = 8, 512  # steps that are planned as arrays
 _ROUNDING = 4e-7  # by which a measured step may differ from its prediction, and still count as equal
 
 
@@ -153,6 +156,7 @@ class PromptSteps:
                 self._groups[first % stage].append(decode)
                 self._drained.add(decode.last)
                 ends.append(decode.last)
+        self._last_drained = -math.inf
         self._first_end = min(ends, default=math.inf)
         self._groups_before = [*self._groups]
         self._rows = [len(group) for group in self._groups]
@@ -198,8 +202,14 @@ class PromptSteps:
         last_end, before = self._queue.last_end, self._executor.now
         assert last_end is not None
         seconds, ready, first = self._seconds, self._ready, self._first
+        next_try = 0
         while True:
             oldest = len(self._ends)
+            if oldest >= next_try and len(self._prompts) == 1:
+                if self._plan_many(until, least, last_end):
+                    last_end = before = self._ends[-1]
+                    continue
+                next_try = oldest + _LEAST
             end, tick = ready[oldest], self._ticks[oldest + stage - 1]
             if (end >= until and oldest >= least) or first + oldest >= self._first_end or not tick:
                 break
@@ -219,6 +229,82 @@ class PromptSteps:
         del self._planned[(self._stops[-1] if self._stops else self._begin) - self._begin :]
         scheduler.chunker.history = history
         _set_states(self._prompts, states)
+
+    def _plan_many(self, until: float, least: int, last_end: float) -> int:
+        """Plan steps in which the only prompt gets all rows that decodes leave, as arrays; returns how many end."""
+        in_flight, chunker, stage = self._core.in_flight, self._core.scheduler.chunker, self._stage
+        oldest, begun, prompt, tokens = len(self._ends), len(self._seconds), self._prompts[0], chunker.chunking.tokens
+        step, ahead = self._first + begun, in_flight.run_ahead
+        # All decodes have been planned once, and none has been planned for the last time just now.
+        is_steady = step >= self._begin + stage and step > self._last_drained + stage
+        if not is_steady or ahead > 2 or begun - oldest != ahead + stage - 1 or chunker.rule.window:
+            return 0
+        stop = min(
+            self._shortage, self._first_end + 1, min((last for last in self._drained if last >= step), default=math.inf)
+        )
+        seconds_left = until - last_end
+        in_time = math.inf if seconds_left == math.inf else seconds_left / self._ticks[-1] + stage + ahead
+        count = int(min((prompt.remaining - 1) // tokens, stop - step, max(in_time, least - oldest), _MOST))
+        if count < _LEAST:
+            return 0
+        places = [(step + i) % stage for i in range(stage)]
+        rows = np.array([self._rows[place] for place in places])
+        sizes = np.resize(tokens - rows, count)
+        starts = prompt.computed + np.cumsum(sizes) - sizes
+        keys, seconds, is_full = np.zeros(count, np.int64), np.zeros(count), np.zeros(count, bool)
+        targets = self._targets(step) if chunker.heeds_targets else []
+        for i, place in enumerate(places):
+            decodes, mine, number = self._rows[place], starts[i::stage], len(starts[i::stage])
+            seen = keys[i::stage] = self._keys[place] + decodes * np.arange(number)
+
+            def seconds_of(length: int, decodes: int = decodes, mine: Any = mine, seen: Any = seen) -> np.ndarray:
+                return seconds_of_many(chunker.predictor, Work.of_many(decodes, seen, mine, length), len(mine))
+
+            seconds[i::stage] = seconds_of(tokens - decodes)
+            is_full[i::stage] = chunker.takes_all(decodes, targets, seconds[i::stage], seconds_of)
+        ticks = np.array(self._seconds[begun - stage + 1 :] + seconds.tolist())
+        if stage > 1:
+            ticks = np.lib.stride_tricks.sliding_window_view(ticks, stage).max(axis=1)
+        free = np.add.accumulate(np.concatenate([self._free[-1:], ticks]))[1:]
+        ends = np.concatenate([self._ready[oldest : begun - stage + 1], free])[:count]
+        expected = np.concatenate([self._ticks[oldest + stage - 1 : begun], ticks])[:count]
+        durations = ends - np.concatenate([[max(self._at[oldest + stage - 1], last_end)], ends[:-1]])
+        is_good = is_full & (np.abs(durations / expected - 1) <= _ROUNDING)
+        if ahead > 1:
+            is_good &= np.concatenate([self._seconds[-1:], seconds[:-1]]) < AHEAD
+        numbers = np.arange(oldest, oldest + count)
+        is_good &= ((ends < until) | (numbers < least)) & (self._first + numbers < self._first_end)
+        if not is_good.all():
+            count = int(is_good.argmin())
+        if not count:
+            return 0
+        rest, predicted_at = self._core.scheduler.forecast.advance_many(prompt, sizes[:count])
+        free = free[:count].tolist()
+        recent, grown = chunker.history
+        self._ready[begun - stage + 1 :] = free + [math.inf] * (stage - 1)
+        self._free += free
+        self._ticks += ticks[:count].tolist()
+        self._seconds += seconds[:count].tolist()
+        self._at += ends[:count].tolist()
+        self._ends += ends[:count].tolist()
+        self._durations += durations[:count].tolist()
+        self._stops += range(step + 1, step + 1 + count)
+        due, behind, changes = prompt.due_share, begun - oldest - 1, int(stage > 1)
+        for i, (start, size, seen) in enumerate(
+            zip(starts[:count].tolist(), sizes[:count].tolist(), keys[:count].tolist(), strict=True)
+        ):
+            pairs = size * start + size * (size + 1) // 2
+            work = Work(tokens, tokens - size, seen, ((start, size),), pairs, start + size)
+            states = [(start + size, rest[i], predicted_at[i], due)]
+            history = recent, grown - changes * (i + 1)
+            decodes_of = self._groups[(step + i) % stage]
+            self._planned.append(
+                _Planned(work, decodes_of, [(prompt, start, size)], self._ends[oldest + i], behind, states, history)
+            )
+        chunker.history = recent, grown - changes * count
+        for i, place in enumerate(places):
+            self._keys[place] += self._rows[place] * len(range(i, count, stage))
+        return count
 
     def _plan(self, now: float, behind: int) -> bool:
         """Plan a step; False if it is of another kind."""
@@ -243,6 +329,7 @@ class PromptSteps:
         chunker.note_rows(budget.work.rows)
         self._keys[place] += rows
         if step in self._drained:
+            self._last_drained = step
             self._groups[place] = [each for each in decodes if each.last > step]
             self._rows[place] = len(self._groups[place])
             self._keys[place] -= sum(

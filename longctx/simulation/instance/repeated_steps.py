@@ -7,14 +7,13 @@ as one by one, so both ways give the same times to the last bit.
 """
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.executor.submit_queue import SubmitQueue
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import completion_of
 from longctx.simulation.instance.virtual_executor import VirtualExecutor
@@ -65,16 +64,8 @@ class RepetitionFinder:
 
         In sliding layers they attend to `seen`, int64 `[n]`.
         """
-
-        def one(count: Any, in_window: Any) -> Any:
-            return self.predictor.seconds(Work(rows, rows, count, window=window, window_decode_keys=in_window))
-
-        found = one(keys, seen)
-        # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
-        is_alike = isinstance(found, np.ndarray) and found.shape == keys.shape
-        if is_alike and all(found[at] == one(int(keys[at]), int(seen[at])) for at in (0, -1)):
-            return found
-        return np.array([*map(one, keys.tolist(), seen.tolist())])
+        works = Work(rows, rows, keys, window=window, window_decode_keys=seen)  # type: ignore[arg-type]
+        return seconds_of_many(self.predictor, works, len(keys))
 
 
 class RepeatedSteps:
