@@ -176,36 +176,41 @@ class Chunker:
                 break
         return step.shares
 
-    def takes_all(
-        self,
-        decodes: int,
-        targets: List[float],
-        seconds: np.ndarray,
-        seconds_of: Callable[[int], np.ndarray],
+    def keeps_rows(
+        self, rows: int, decodes: int, targets: List[float], seconds_of: Callable[[int], np.ndarray], count: int
     ) -> np.ndarray:
-        """Return in which of many steps the only prompt gets all rows that decodes leave, bool `[steps]`, as by `fill`.
+        """Return in which of many steps the only prompt gets as many rows as before, bool `[count]`, as by `fill`.
 
-        All steps before had as many rows. The prompt has more tokens left, and pages on one rank.
+        The prompt has more tokens left than a step, and pages on one rank.
 
         Args:
+          rows: of each step, decodes included.
           targets: the least TPOT target of the decodes that wait for the steps; empty: none has one.
-          seconds: of each step with all rows, float64 `[steps]`.
-          seconds_of: those with a chunk of some tokens; of none: without the prompt.
+          seconds_of: seconds of the steps with a chunk of some tokens, float64 `[count]`; of none: without the prompt.
+          count: of steps.
         """
-        tokens, count = self.chunking.tokens, self.chunking.tokens - decodes
-        none = np.zeros(len(seconds), bool)
-        if (self.plan.stage > 1 and {*self._recent} != {tokens}) or self._buckets[-1] < tokens or count < 2:
+        most, none = self.chunking.tokens, np.zeros(count, bool)
+        if self.plan.stage > 1:
+            if {*self._recent} != {rows} or (rows < most and self._grown > -self.plan.stage):
+                return none
+            most = min(most, self._ramp(decodes))
+        elif self._buckets[-1] < most:
+            return none
+        fewer = self._smaller_program(most) if self.chunking.adaptive else 0
+        if rows not in (most, fewer) or min(rows, most) < decodes + 2:
             return none
         if not self.chunking.adaptive:
             return ~none
-        if not targets:
+        limit = (targets[0] if targets else self.step_seconds) / self.plan.stage
+        if limit == math.inf or fewer == decodes + 1:
             return none
-        fits, fewer = seconds <= targets[0] / self.plan.stage, self._smaller_program(tokens) - decodes
-        if fewer < 2:
-            return none if fewer == 1 else fits
-        alone = seconds_of(0)
-        smaller, larger = np.maximum(alone, seconds_of(fewer)), np.maximum(alone, seconds)
-        return fits & (count * smaller >= fewer * larger)
+        alone, all_seconds = seconds_of(0), seconds_of(most - decodes)
+        fits = np.maximum(alone, all_seconds) <= limit  # else a smaller chunk is searched for
+        if fewer <= decodes:
+            return fits
+        smaller, larger = np.maximum(alone, seconds_of(fewer - decodes)), np.maximum(alone, all_seconds)
+        is_fewer = (most - decodes) * smaller < (fewer - decodes) * larger
+        return fits & (is_fewer if rows == fewer else ~is_fewer)
 
     @property
     def heeds_targets(self) -> bool:

@@ -7,6 +7,7 @@ sized by the engine's own `Chunker`, and floating point operations are done in t
 one, so both ways give the same numbers to the last bit.
 """
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -209,7 +210,8 @@ class PromptSteps:
                 if self._plan_many(until, least, last_end):
                     last_end = before = self._ends[-1]
                     continue
-                next_try = oldest + _LEAST
+                is_begun = len(seconds) - len(self._batches) >= stage
+                next_try = oldest + (_LEAST if is_begun else stage)
             end, tick = ready[oldest], self._ticks[oldest + stage - 1]
             if (end >= until and oldest >= least) or first + oldest >= self._first_end or not tick:
                 break
@@ -231,13 +233,14 @@ class PromptSteps:
         _set_states(self._prompts, states)
 
     def _plan_many(self, until: float, least: int, last_end: float) -> int:
-        """Plan steps in which the only prompt gets all rows that decodes leave, as arrays; returns how many end."""
+        """Plan steps that have as many rows as the last one, with one prompt alone; returns how many of them end."""
         in_flight, chunker, stage = self._core.in_flight, self._core.scheduler.chunker, self._stage
         oldest, begun, prompt, tokens = len(self._ends), len(self._seconds), self._prompts[0], chunker.chunking.tokens
+        same = self._planned[-1].work.rows if self._planned else 0
         step, ahead = self._first + begun, in_flight.run_ahead
         # All decodes have been planned once, and none has been planned for the last time just now.
         is_steady = step >= self._begin + stage and step > self._last_drained + stage
-        if not is_steady or ahead > 2 or begun - oldest != ahead + stage - 1 or chunker.rule.window:
+        if not same or not is_steady or ahead > 2 or begun - oldest != ahead + stage - 1 or chunker.rule.window:
             return 0
         stop = min(
             self._shortage, self._first_end + 1, min((last for last in self._drained if last >= step), default=math.inf)
@@ -249,19 +252,22 @@ class PromptSteps:
             return 0
         places = [(step + i) % stage for i in range(stage)]
         rows = np.array([self._rows[place] for place in places])
-        sizes = np.resize(tokens - rows, count)
+        sizes = np.resize(same - rows, count)
+        if sizes.min() < 2:
+            return 0
         starts = prompt.computed + np.cumsum(sizes) - sizes
-        keys, seconds, is_full = np.zeros(count, np.int64), np.zeros(count), np.zeros(count, bool)
+        keys, seconds, is_good = np.zeros(count, np.int64), np.zeros(count), np.zeros(count, bool)
         targets = self._targets(step) if chunker.heeds_targets else []
         for i, place in enumerate(places):
             decodes, mine, number = self._rows[place], starts[i::stage], len(starts[i::stage])
             seen = keys[i::stage] = self._keys[place] + decodes * np.arange(number)
 
+            @functools.cache
             def seconds_of(length: int, decodes: int = decodes, mine: Any = mine, seen: Any = seen) -> np.ndarray:
                 return seconds_of_many(chunker.predictor, Work.of_many(decodes, seen, mine, length), len(mine))
 
-            seconds[i::stage] = seconds_of(tokens - decodes)
-            is_full[i::stage] = chunker.takes_all(decodes, targets, seconds[i::stage], seconds_of)
+            is_good[i::stage] = chunker.keeps_rows(same, decodes, targets, seconds_of, number)
+            seconds[i::stage] = seconds_of(same - decodes)
         ticks = np.array(self._seconds[begun - stage + 1 :] + seconds.tolist())
         if stage > 1:
             ticks = np.lib.stride_tricks.sliding_window_view(ticks, stage).max(axis=1)
@@ -269,7 +275,7 @@ class PromptSteps:
         ends = np.concatenate([self._ready[oldest : begun - stage + 1], free])[:count]
         expected = np.concatenate([self._ticks[oldest + stage - 1 : begun], ticks])[:count]
         durations = ends - np.concatenate([[max(self._at[oldest + stage - 1], last_end)], ends[:-1]])
-        is_good = is_full & (np.abs(durations / expected - 1) <= _ROUNDING)
+        is_good &= np.abs(durations / expected - 1) <= _ROUNDING
         if ahead > 1:
             is_good &= np.concatenate([self._seconds[-1:], seconds[:-1]]) < AHEAD
         numbers = np.arange(oldest, oldest + count)
@@ -294,7 +300,7 @@ class PromptSteps:
             zip(starts[:count].tolist(), sizes[:count].tolist(), keys[:count].tolist(), strict=True)
         ):
             pairs = size * start + size * (size + 1) // 2
-            work = Work(tokens, tokens - size, seen, ((start, size),), pairs, start + size)
+            work = Work(same, same - size, seen, ((start, size),), pairs, start + size)
             states = [(start + size, rest[i], predicted_at[i], due)]
             history = recent, grown - changes * (i + 1)
             decodes_of = self._groups[(step + i) % stage]
