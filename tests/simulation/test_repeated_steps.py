@@ -161,7 +161,7 @@ def test_a_core_that_is_advanced_is_as_after_as_many_steps(stages: int) -> None:
     _, steps = core_at(np.inf, plan, requests)
     core, ended = core_at(steps[100].finished, plan, requests)
     times, batches = 30, core.in_flight.in_stages
-    assert core.repeats > times
+    assert core.repeats() > times
     busy = sum(bool(batch.chunks) for batch in batches)
     new = steps[len(ended) : len(ended) + times * busy]
     ends = {

@@ -371,14 +371,16 @@ class PromptSteps:
         """
         if not count:
             return []
-        running, has_keys = self._core.scheduler.running, self._core.page_hash is not None
+        running = self._core.scheduler.running
         self._computed = {s: s.computed for s in running.decoding}
         self._known = {s: completion_of(s).num_known + s.in_flight for s in running.decoding}
         self._decodes = {each.sequence: each for group in self._groups_before for each in group}
         events, at = sorted(self._page_events(count), key=lambda event: event[:4]), 0
         events.append((count, 0, 0, 0, None))
-        step = self._begin
+        step, run = self._begin, list[tuple[Sequence, int, int]]()
         for number, end in enumerate(self._ends[:count]):
+            if number < len(self._batches) or events[at][0] == number:
+                self._take_prompt_pages(run)
             self._end_step(number, end, totals, steps)
             # Pages are found and taken in the order in which they would be one by one.
             while events[at][0] == number and not events[at][1]:
@@ -386,15 +388,15 @@ class PromptSteps:
                 at += 1
             while step < self._stops[number]:
                 while events[at][0] == number and events[at][2] == step:
+                    self._take_prompt_pages(run)
                     self._take_page(events[at])
                     at += 1
-                for sequence, start, tokens in self._planned[step - self._begin].chunks:
-                    sequence.computed = start + tokens
-                    if sequence.computed > len(sequence.pages) * running.page_size:
-                        running.extend(sequence, sequence.computed, start)
-                    if has_keys:
-                        running.register(sequence)
+                for chunk in self._planned[step - self._begin].chunks:
+                    if run and run[-1][0] is not chunk[0]:
+                        self._take_prompt_pages(run)
+                    run.append(chunk)
                 step += 1
+        self._take_prompt_pages(run)
         self._move_decodes(count)
         self._move_core(count)
         return self._ends[:count]
@@ -422,6 +424,23 @@ class PromptSteps:
                     if visit < received
                 ]
         return found
+
+    def _take_prompt_pages(self, chunks: list[tuple[Sequence, int, int]]) -> None:
+        """Take the pages of consecutive chunks of a prompt, offer them for sharing, and clear the list."""
+        if not chunks:
+            return
+        running, pool = self._core.scheduler.running, self._core.pool
+        sequence, _, _ = chunks[0]
+        first, stop = sequence.registered, (chunks[-1][1] + chunks[-1][2]) // running.page_size
+        # All at once, unless the pages of some can be found meanwhile: these may be the next to be overwritten.
+        is_new = len(chunks) == 1 or all(pool.find(key) is None for key in sequence.keys[first:stop])
+        for _, start, tokens in chunks[-1:] if is_new else chunks:
+            sequence.computed = start + tokens
+            if sequence.computed > len(sequence.pages) * running.page_size:
+                running.extend(sequence, sequence.computed, start)
+            if sequence.registered < len(sequence.keys):
+                running.register(sequence)
+        chunks.clear()
 
     def _take_page(self, event: "_PageEvent") -> None:
         _, _, step, _, decode = event

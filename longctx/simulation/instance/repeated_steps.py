@@ -16,7 +16,7 @@ from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.predictor.runtime import Predictor, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import completion_of
-from longctx.simulation.instance.virtual_executor import VirtualExecutor
+from longctx.simulation.instance.virtual_executor import TokenlessExecutor
 from longctx.simulation.record import Totals
 
 _LEAST = 4  # periods for which computing arrays pays
@@ -31,7 +31,7 @@ class RepetitionFinder:
       predictor: predicts batches, and says how long they take.
     """
 
-    def __init__(self, core: Core, queue: SubmitQueue, executor: VirtualExecutor, predictor: Predictor) -> None:
+    def __init__(self, core: Core, queue: SubmitQueue, executor: TokenlessExecutor, predictor: Predictor) -> None:
         self.core, self.queue, self.executor, self.predictor = core, queue, executor, predictor
         # Of the last steps: their numbers, and what repeats if they do.
         self._seen: deque[tuple[int, object]] = deque(maxlen=core.scheduler.plan.stage)
@@ -41,7 +41,7 @@ class RepetitionFinder:
         if not self.core.scheduler.only_decodes:
             self._seen.clear()
             return None
-        if not self._repeats() or (periods := self.core.repeats) < _LEAST:
+        if not self._repeats() or (periods := self.core.repeats(not self.executor.has_tokens)) < _LEAST:
             return None
         steps = RepeatedSteps(self, periods)
         return steps if steps.is_even else None
@@ -127,6 +127,8 @@ class RepeatedSteps:
         """Return how many whole periods end before a time, or at this time too."""
         ends = self._finished[self._stage - 1 : self._periods * self._stage : self._stage]
         periods = int(np.searchsorted(ends, now, side="right" if included else "left"))
+        if not included:
+            periods = self._finder.core.settled_repeats(periods)
         # Fewer would leave some of the batches in flight as they are.
         return periods if periods * self._stage > self._last - self._origin else 0
 
