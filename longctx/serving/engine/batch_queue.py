@@ -58,7 +58,7 @@ class BatchQueue:
         return (self.run_ahead - 1) * most < AHEAD or least >= AHEAD
 
     def advance(self, times: int, seconds: Callable[[int], float]) -> None:
-        """Advance as if the batches in the stages had been repeated, see `Core.advance`."""
+        """Advance as if the batches in the stages had been repeated, as if one by one."""
         steps = times * self._stages
         for batch in {id(each): each for each in (*self._in_stages, *self._queue)}.values():
             batch.advance(times, steps, seconds(batch.index + steps))

@@ -13,10 +13,7 @@ The drivers are `Engine`, `Follower` in other processes, replays, and the simula
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
-
-import numpy as np
+from collections.abc import Iterable
 
 from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
@@ -265,86 +262,6 @@ class Core:
         self.scheduler.receive(sequence)
         return text, reason
 
-    def repeats(self, through_pages: bool = False) -> int:
-        """Count how often the batches in the stages can repeat, see `advance`; 0 if the next step may differ.
-
-        Args:
-          through_pages: whether sequences may get pages meanwhile, and complete them: what completes them is known
-            without tokens.
-        """
-        running, stages = self.scheduler.running, self.in_flight.in_stages
-        if self.leases or not self.scheduler.only_decodes:
-            return 0
-        batches = (*stages, *self.in_flight)
-        if sum(len(batch.chunks) for batch in stages) != len(running.decoding) or any(
-            batch.blocked or not all(chunk.decodes for chunk in batch.chunks) for batch in batches
-        ):
-            return 0
-        plain = min([self._plain_tokens(each, False) for each in running.decoding])
-        if not through_pages or self.pool.listener is not None or self.pool.windows is not None:
-            return plain
-        most = self.settled_repeats(min([self._plain_tokens(each, True) for each in running.decoding]))
-        return most if most > plain and self._completes_new_pages(most) else plain
-
-    def settled_repeats(self, count: int) -> int:
-        """Return the most repetitions, at most `count`, after which no page waits to be offered for sharing.
-
-        A page is offered with the next token, if its last one was not planned when its token came.
-        """
-        if self.page_hash is None or not count:
-            return count
-        size = self.page_hash.page_size
-        full = {-completion_of(each).num_known % size for each in self.scheduler.running.decoding}
-        while count and count % size in full:
-            count -= 1
-        return count
-
-    def _completes_new_pages(self, count: int) -> bool:
-        """Whether no page that sequences complete within `count` tokens can be found already."""
-        if self.page_hash is None:
-            return True
-        found, first = list[Key](), 0
-        for sequence in self.scheduler.running.decoding:
-            keys, first = list(sequence.keys), len(sequence.keys)
-            completion_of(sequence).keys_after(keys, self.page_hash, count)
-            found += keys[first:]
-        return len({*found}) == len(found) and not any(self.pool.find(key) is not None for key in found)
-
-    def advance(
-        self,
-        count: int,
-        ends: Mapping[int, np.ndarray],
-        seconds: Callable[[int], float],
-        predicted: List[float],
-        now: float,
-    ) -> None:
-        """Advance as if the batches in the stages had been repeated, each time with the next token of each sequence.
-
-        This is the same as to `begin` and to `end` each of these steps, for drivers that need no events of them.
-
-        Args:
-          count: how often, at most `repeats`.
-          ends: when the steps end, float64 `[count]` of seconds, by the number of the batch that is repeated.
-          seconds: that a batch takes in a stage, by its number.
-          predicted: seconds of the steps that end meanwhile.
-          now: when the last of them ends.
-        """
-        self._take_pages(count)
-        longest = {number: float(np.diff(each).max(initial=0.0)) for number, each in ends.items()}
-        for batch in self.in_flight.in_stages:
-            for sequence in batch.sampled:
-                completion_of(sequence).advance(ends[batch.index], longest[batch.index])
-        self.in_flight.advance(count, seconds)
-        self.scheduler.advance(count, self.in_flight.in_stages, predicted)
-        for sequence in self.scheduler.running.decoding if self.page_hash is not None else ():
-            size, completion = self.page_hash.page_size, completion_of(sequence)  # type: ignore[union-attr]
-            if len(sequence.keys) < completion.num_known // size:
-                completion.extend_keys(sequence.keys, self.page_hash)  # type: ignore[arg-type]
-            if sequence.registered < len(sequence.keys):
-                self.scheduler.running.register(sequence)
-        self.counts["output_tokens"] += count * len(self.scheduler.running.decoding)
-        self.now = now
-
     def abort(self, sequence: Sequence, error: str) -> Event:
         """Return the last event of a sequence when a step has failed; nothing else can be done with it.
 
@@ -411,28 +328,6 @@ class Core:
             decoding=len(decoding),
             decode_tokens=sum(sequence.computed for sequence in decoding),
         )
-
-    def _take_pages(self, count: int) -> None:
-        """Take the pages that repeated batches need, in the order in which they would be taken one by one."""
-        running, stage, taken = self.scheduler.running, self.scheduler.plan.stage, []
-        places = {sequence: place for place, sequence in enumerate(running.decoding)}
-        for batch in self.in_flight.in_stages:
-            for sequence in batch.sampled:
-                first = len(sequence.pages) * running.page_size - sequence.computed
-                for number in range(first, count, running.page_size):
-                    taken.append((batch.index + (number + 1) * stage, places[sequence], sequence.computed + number))
-        for _, place, start in sorted(taken):
-            running.extend(running.decoding[place], start + 1, start)
-
-    def _plain_tokens(self, sequence: Sequence, through_pages: bool) -> int:
-        """Return how many tokens a sequence can get before it ends, and has to wait for a page, or completes one."""
-        size = self.scheduler.running.page_size
-        left = sequence.prompt_length + sequence.max_tokens - sequence.length
-        pages = len(sequence.pages) + (sequence.reserved[0] if through_pages else 0)
-        room = pages * size - sequence.computed
-        if self.page_hash is not None and not through_pages:
-            room = min(room, size - 1 - completion_of(sequence).num_known % size)
-        return min(left, room)
 
     def _fills_page(self, completion: Completion) -> bool:
         """Whether its last token completes a page that others may find."""

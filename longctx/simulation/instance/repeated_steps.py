@@ -2,7 +2,7 @@
 
 While no sequence is admitted, ends, or needs a page, each step decodes the same sequences as the step `stage` steps
 before, one token later. Once such a period has been seen to repeat, the times of those to come are computed at once, as
-arrays, and the core is moved past them (`Core.advance`). The same floating point operations are done in the same order
+arrays, and the core is moved past them (`advance`). The same floating point operations are done in the same order
 as one by one, so both ways give the same times to the last bit.
 """
 
@@ -16,6 +16,7 @@ from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.predictor.runtime import Predictor, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import completion_of
+from longctx.simulation.instance.repeated_decodes import advance, count_repeats, settled_repeats
 from longctx.simulation.instance.virtual_executor import TokenlessExecutor
 from longctx.simulation.record import Totals
 
@@ -41,7 +42,7 @@ class RepetitionFinder:
         if not self.core.scheduler.only_decodes:
             self._seen.clear()
             return None
-        if not self._repeats() or (periods := self.core.repeats(not self.executor.has_tokens)) < _LEAST:
+        if not self._repeats() or (periods := count_repeats(self.core, not self.executor.has_tokens)) < _LEAST:
             return None
         steps = RepeatedSteps(self, periods)
         return steps if steps.is_even else None
@@ -128,7 +129,7 @@ class RepeatedSteps:
         ends = self._finished[self._stage - 1 : self._periods * self._stage : self._stage]
         periods = int(np.searchsorted(ends, now, side="right" if included else "left"))
         if not included:
-            periods = self._finder.core.settled_repeats(periods)
+            periods = settled_repeats(self._finder.core, periods)
         # Fewer would leave some of the batches in flight as they are.
         return periods if periods * self._stage > self._last - self._origin else 0
 
@@ -151,7 +152,7 @@ class RepeatedSteps:
             self._add_steps(steps, busy, ends)
         times = {batch.index: self._finished[place:count:stage] for place, batch in enumerate(self._groups)}
         predicted = self._ticks[busy].tolist()
-        core.advance(periods, times, lambda number: float(self._seconds[number - origin]), predicted, now)
+        advance(core, periods, times, lambda number: float(self._seconds[number - origin]), predicted, now)
         finder.queue.skip(count, now, lambda number: float(self._ticks[number - stage + 1 - origin]))
         finder.executor.advance(
             min(batch.index for batch in (*core.in_flight.in_stages, *core.in_flight)),
