@@ -1,4 +1,7 @@
-"""Fits the shares of the device tables to measured operators: the tables that Vidur's profiler writes.
+"""Fits the shares of the device tables to the operators that Vidur's profiler measured: linear layers and hops.
+
+Products, attention and all-reduces in a host are fitted to newer kernels, see `benchmarks.measured_operators`; how far
+these are from Vidur's linear layers is printed too.
 
 `python -m benchmarks.calibration FOLDER` prints what is fitted, the error on rows that no fit has seen, and
 what `longctx.parallel.device_tables` has. Few numbers are fitted, each of which means something and holds for every
@@ -15,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, nnls
+from scipy.optimize import least_squares
 
 from longctx.parallel.device_tables import DEVICES, LINKS, Device, Link
+from longctx.parallel.operators import on_line
 from longctx.serving.predictor.fit import fit_non_negative
 
 Row = Mapping[str, str]
@@ -28,23 +32,10 @@ LAYER_OPERATORS = (
 )
 """Operators of one layer, as a table of linear layers names them."""
 SHAPE = ("n_embd", "n_head", "n_kv_head", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
-ATTENTION_COLUMNS = (
-    "n_embd",
-    "n_q_head",
-    "n_kv_head",
-    "num_tensor_parallel_workers",
-    "is_prefill",
-    "batch_size",
-    "prefill_chunk_size",
-    "kv_cache_size",
-    "time_stats.attn_prefill.median",
-    "time_stats.attn_decode.median",
-)
 MLP_TABLES = {
     "A100": ("a100_meta-llama_Meta-Llama-3-8B_mlp.csv", "a100_meta-llama_Meta-Llama-3-70B_mlp.csv"),
     "H100": ("h100_meta-llama_Llama-2-70b-hf_mlp.csv",),
 }
-ATTENTION_TABLE = "a100_70b-shape_tp2_4k_attention.csv"
 NVLINKS = {"A100": "nvlink-a100", "H100": "nvlink-h100"}
 NETWORKS = {"A100": "rdma-200g", "H100": "rdma-400g"}
 
@@ -154,69 +145,37 @@ def fit_layers(rows: Sequence[Row], device: Device) -> tuple[Device, Fit]:
     return best, _fit(f"{device.name}, linear layers", values, layer_seconds(work[others], best), measured[others])
 
 
-def fit_prefill_attention(rows: Sequence[Row], device: Device) -> Fit:
-    """Fit the share that attention of prompts' chunks reaches, from what each pair with a cached key adds.
-
-    Chunks' own pairs and rows have terms of their own, which are left out: in long contexts nearly all keys are cached.
-    Seconds count, not relative errors, so that the large calls decide, which long contexts consist of.
-    """
-    rows = [row for row in rows if row["is_prefill"] == "True"]
-    chunk = np.array([int(row["prefill_chunk_size"]) for row in rows], float)
-    cached = np.array([int(row["kv_cache_size"]) for row in rows], float)
-    measured = np.array([milliseconds(row, "attn_prefill") for row in rows]) / 1e3
-    features = np.stack([np.ones_like(chunk), chunk, chunk * chunk, chunk * cached], 1)
-    fitted = halves(len(rows))
-    scale = features.max(axis=0)
-    numbers = nnls(features[fitted] / scale, measured[fitted])[0] / scale
-    share = _per_pair_and_key(rows[0])[0] / float(numbers[3]) / device.flops["bfloat16"]
-    values = {"attention_share": share}
-    others = ~fitted
-    return _fit(f"{device.name}, attention of prompts", values, features[others] @ numbers, measured[others])
-
-
-def fit_decode_attention(rows: Sequence[Row], device: Device) -> Fit:
-    """Fit the share of the memory bandwidth at which decodes read keys, and the latency of a call."""
-    rows = [row for row in rows if row["is_prefill"] != "True"]
-    keys = np.array([int(row["batch_size"]) * (int(row["kv_cache_size"]) + 1) for row in rows], float)
-    measured = np.array([milliseconds(row, "attn_decode") for row in rows]) / 1e3
-    features, fitted = np.stack([np.ones_like(keys), keys], 1), halves(len(rows))
-    call, per_key = fit_non_negative(features[fitted], measured[fitted])
-    share = _per_pair_and_key(rows[0])[1] / per_key / device.memory_bandwidth
-    others = ~fitted
-    return _fit(
-        f"{device.name}, attention of decodes",
-        {"key_share": share, "layer_seconds": call},
-        features[others] @ np.array([call, per_key]),
-        measured[others],
-    )
-
-
-def _per_pair_and_key(row: Row) -> tuple[float, float]:
-    """FLOPs of a pair, and bytes of a key and value, of one layer on one device of an attention table."""
-    tensor, size = int(row["num_tensor_parallel_workers"]), int(row["n_embd"]) // int(row["n_q_head"])
-    return 4 * int(row["n_q_head"]) * size / tensor, 2 * 2 * int(row["n_kv_head"]) * size / tensor
-
-
-def fit_link(rows: Sequence[Row], operator: str, link: Link, inside: bool) -> Fit:
-    """Fit the share of a link's bandwidth and the latency, of an all-reduce or of a hop.
+def fit_hop(rows: Sequence[Row], link: Link, inside: bool) -> Fit:
+    """Fit the share of a link's bandwidth and the latency of a hop.
 
     Args:
-      operator: `"all_reduce"`, in which each device sends `2 (n - 1) / n` of the bytes, or `"send_recv"`.
       inside: whether all devices are in one host, or each in a host of its own.
     """
     chosen = [row for row in rows if row["devices_per_node"] == (row["num_workers"] if inside else "1")]
-    devices = np.array([int(row["num_workers"]) for row in chosen])
-    sent = np.array([int(row["size"]) for row in chosen]) * (
-        2 * (devices - 1) / devices if operator == "all_reduce" else 1.0
-    )
-    measured = np.array([milliseconds(row, operator) for row in chosen]) / 1e3
+    sent = np.array([int(row["size"]) for row in chosen], float)
+    measured = np.array([milliseconds(row, "send_recv") for row in chosen]) / 1e3
     features, fitted = np.stack([np.ones_like(sent), sent], 1), halves(len(chosen))
     latency, per_byte = fit_non_negative(features[fitted], measured[fitted])
-    share = 1 / per_byte / link.bandwidth
-    names = ("collective_share", "collective_latency") if operator == "all_reduce" else ("share", "latency")
-    values = dict(zip(names, (share, latency), strict=True))
+    values = {"share": 1 / per_byte / link.bandwidth, "latency": latency}
     predicted = features[~fitted] @ np.array([latency, per_byte])
-    return _fit(f"{link.name}, {operator}", values, predicted, measured[~fitted])
+    return _fit(f"{link.name}, hop", values, predicted, measured[~fitted])
+
+
+def evaluate_layers(rows: Sequence[Row], device: Device) -> Fit:
+    """Predict the same linear layers by a device's measured products, which no row here has been fitted to."""
+    predicted = []
+    for row, (*_, elements, _) in zip(rows, layer_work(rows), strict=True):
+        hidden, heads, kv_heads, ffn, count, tensor = (int(row[name]) for name in SHAPE)
+        size = hidden // heads
+        weights = [((heads + 2 * kv_heads) * size / tensor, hidden), (hidden, heads * size / tensor)]
+        weights += [(2 * ffn / tensor, hidden), (hidden, ffn / tensor)]
+        products = sum(float(on_line(count, *device.product_curve(n, k, 2))) for n, k in weights)
+        beside = elements / (device.memory_bandwidth * (device.element_share or 1.0))
+        predicted.append(products + beside + device.layer_seconds)
+    measured = np.array([sum(milliseconds(row, name) for name in LAYER_OPERATORS) for row in rows]) / 1e3
+    return _fit(
+        f"{device.name}, measured products", {"layer_seconds": device.layer_seconds}, np.array(predicted), measured
+    )
 
 
 def calibrate(folder: Path) -> list[Fit]:
@@ -229,16 +188,12 @@ def calibrate(folder: Path) -> list[Fit]:
     fits = []
     for name, tables in MLP_TABLES.items():
         rows = [row for table in tables for row in read_rows(folder / table, SHAPE, LAYER_OPERATORS)]
-        fits.append(fit_layers(rows, DEVICES[name])[1])
-    rows = read_rows(folder / ATTENTION_TABLE, ATTENTION_COLUMNS, ())
-    fits += [fit_prefill_attention(rows, DEVICES["A100"]), fit_decode_attention(rows, DEVICES["A100"])]
+        fits += [fit_layers(rows, DEVICES[name])[1], evaluate_layers(rows, DEVICES[name])]
     for name, link in NVLINKS.items():
-        for operator in ("all_reduce", "send_recv"):
-            table = folder / f"{name.lower()}_dgx_{operator}.csv"
-            rows = read_rows(table, ("num_workers", "devices_per_node", "size"), (operator,))
-            fits.append(fit_link(rows, operator, LINKS[link], inside=True))
-            if operator == "send_recv":
-                fits.append(fit_link(rows, operator, LINKS[NETWORKS[name]], inside=False))
+        table = folder / f"{name.lower()}_dgx_send_recv.csv"
+        rows = read_rows(table, ("num_workers", "devices_per_node", "size"), ("send_recv",))
+        fits.append(fit_hop(rows, LINKS[link], inside=True))
+        fits.append(fit_hop(rows, LINKS[NETWORKS[name]], inside=False))
     return fits
 
 

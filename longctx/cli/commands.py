@@ -111,7 +111,7 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
         Flags(ResultFlags, "results", ("json",)),
     ),
     "profile": (
-        Flags(ProfileFlags, positional={"out": "FILE"}),
+        Flags(ProfileFlags, names={"tables": "import"}, positional={"out": "FILE"}),
         Flags(EngineConfig, only=("max_length",)),
         *_CHECKPOINT,
         _ENGINE,

@@ -147,10 +147,14 @@ class DoctorFlags:
 class ProfileFlags:
     """`longctx profile`."""
 
-    out: Annotated[_Output, "profile to write, JSON, for bench --profile"]
+    out: Annotated[_Output, "profile to write, JSON, for bench --profile; with --import a topology, for --topology"]
     max_context: Annotated[Positive | None, "the longest measured context in tokens. None: 16,384"] = None
     repeats: Annotated[Positive, "runs of each batch; their median counts"] = 5
     check: Annotated[Count, "random batches to evaluate the predictor on"] = 20
+    tables: Annotated[
+        tuple[str, ...],
+        "measure nothing: CSV of a GPU's measured products, attention or all-reduces, which --topology is fitted to",
+    ] = ()
 
 
 @flag_set

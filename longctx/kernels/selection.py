@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from longctx.annotations import Integer
 from longctx.kernels.device import TRITON_INTERPRETED, Device
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
@@ -33,11 +34,12 @@ class Case(NamedTuple):
     is_fp8: bool = False  # the pages
 
     @classmethod
-    def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> "Case":
-        """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type."""
+    def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any, value_size: int | None = None) -> "Case":
+        """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type; see `explain`."""
         _, page_size, _, head_size = k_pages.shape
         is_fp8 = k_pages.dtype in (BITS, E4M3)
-        return cls(q_dtype, head_size, head_size, page_size=page_size, is_fp8=is_fp8)
+        value_size = head_size if value_size is None else value_size
+        return cls(q_dtype, head_size, value_size, page_size=page_size, is_fp8=is_fp8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +69,27 @@ class Selection:
         return "\n".join(rows + [f"{'ptxas':<12}{self.ptxas}"] * bool(self.ptxas))
 
 
-def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, paged: bool = False) -> Selection:
+def explain(
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    paged: bool = False,
+    *,
+    value_size: Integer | None = None,
+) -> Selection:
     """Which implementation `attention` (or `paged_attention`) takes by itself, and why not another.
 
     Args:
       q: queries, `[*B, T, N, H]`: an array or a `jax.ShapeDtypeStruct`.
       k: keys `[*B, S, K, H]`, or pages `[pages, page_size, K, H]`, of which those of 8 bits are FP8.
       paged: whether k are pages.
+      value_size: the head size of values, as of multi-head latent attention. None: that of keys.
 
     Returns:
       A `Selection`, for the device of the mesh of `jax.set_mesh` or else the default device. `print` shows it as a
       table with a reason for each implementation.
 
     Raises:
-      ValueError: q or k has too few dimensions, or their head sizes differ.
+      ValueError: q or k has too few dimensions, their head sizes differ, or value_size is no positive integer.
 
     Examples:
       >>> import jax
@@ -97,8 +106,17 @@ def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, pa
             raise ValueError(f"{name} must have a shape as in attention or paged_attention, got {x.shape}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
-    dtype = jnp.dtype(q.dtype)
-    return select(Case.of_pages(dtype, k) if paged else Case(dtype, q.shape[-1], q.shape[-1]))
+    dtype, size = jnp.dtype(q.dtype), check_value_size(value_size, q.shape[-1])
+    return select(Case.of_pages(dtype, k, size) if paged else Case(dtype, q.shape[-1], size))
+
+
+def check_value_size(value_size: Integer | None, head_size: int) -> int:
+    """The head size of values; None: that of keys. ValueError: it is no positive integer."""
+    if value_size is None:
+        return head_size
+    if not isinstance(value_size, Integer) or isinstance(value_size, bool) or value_size < 1:
+        raise ValueError(f"value_size must be an integer of at least 1, got {value_size!r}")
+    return int(value_size)
 
 
 def select(case: Case) -> Selection:

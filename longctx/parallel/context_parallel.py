@@ -100,7 +100,7 @@ def context_parallel_attention(
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last, causal: as for
         `longctx.kernels.attention`.
       window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`. With a
-        window and positions that are not given, only those hops of `"pass_kv"` are sent that some query needs.
+        window, T = S and positions that are not given, only those hops of `"pass_kv"` are sent that some query needs.
       bias: as for `longctx.kernels.attention`, a function alone, of the heads of all ranks.
       axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
@@ -187,7 +187,8 @@ def context_parallel_attention(
     if bias is not None and head_axis is not None:
         spec = spec._replace(bias=BiasOfRank(bias, head_axis, num_heads // tensor))
     hops = None
-    if method == "pass_kv" and rule.window != (None, None) and q_positions is None and kv_positions is None:
+    is_one_sequence = length == kv_length and q_positions is None and kv_positions is None
+    if method == "pass_kv" and rule.window != (None, None) and is_one_sequence:
         hops = layout_hops(length, num_ranks, layout, causal=rule.causal, window=rule.window)
     return _attend_over_mesh(_StaticArguments(mesh, method, layout, axes, spec, hops), arguments, sinks)
 

@@ -89,7 +89,8 @@ def check_numbers(record: Any) -> dict[str, float]:
     numbers = {}
     for field in dataclasses.fields(record):
         name, value = field.name, getattr(record, field.name)
-        if name in ("name", "flops") or (value is None and field.default is None):
+        is_number = name not in ("name", "flops", "products", "attention", "all_reduces")
+        if not is_number or (value is None and field.default is None):
             continue
         most = 1.0 if name.endswith(("share", "overlap")) else math.inf
         may_be_zero = name.endswith(("latency", "seconds", "contention", "overlap"))

@@ -3,9 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from longctx.annotations import Real
 from longctx.parallel.cost import as_float, check_numbers
+from longctx.parallel.operators import AttentionCost, ProductTable, ReduceTable, stored_operators
 
 _OF_BYTES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 DTYPES = ("float8", "bfloat16", "float16", "float32", "float64")
@@ -26,12 +30,17 @@ class Device:
       contention: which share of the seconds of a transfer the computation that hides it loses to it, as both take
         memory bandwidth and multiprocessors.
       attention_share, key_share: the shares that attention reaches: of FLOP/s by the products of prompts, of bytes/s by
-        reading keys. None: those above.
+        reading keys. None: those of `attention`, or else those above.
       element_share: of bytes/s, what norms, residual additions, rotary embedding and activation reach. None: they are
         not counted.
       overlap: of products with weights and reading these, the longer hides so much of the shorter.
       attention_overlap: likewise of attention's products and reading keys.
-      layer_seconds: what a layer takes for any number of rows: the latency of its kernels.
+      layer_seconds: what a layer takes for any number of rows: the latency of its kernels, but for those of `products`
+        and `attention`.
+      products: measured products with weights, tables by dtype or the name of stored ones, in place of `flops_share`,
+        `memory_share` and `overlap`.
+      attention: measured kernels of attention, by sizes of heads and bytes of cached numbers, or the name of stored
+        ones.
 
     Raises:
       ValueError: a number is out of range, there are no FLOP/s for bfloat16, a dtype is unknown, or the name is no
@@ -62,6 +71,8 @@ class Device:
     overlap: Real = 1.0
     attention_overlap: Real = 0.0
     layer_seconds: Real = 0.0
+    products: str | Mapping[str, ProductTable] | None = dataclasses.field(default=None, hash=False)
+    attention: str | tuple[AttentionCost, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = check_numbers(self)
@@ -74,20 +85,66 @@ class Device:
                 raise ValueError(f"flops of {dtype} must be a positive, finite number, got {value!r}")
         flops = {dtype: as_float(value) for dtype, value in self.flops.items()}
         object.__setattr__(self, "flops", flops)
+        if isinstance(self.products, str):
+            stored_operators("products", self.products)
+        elif self.products is not None:
+            tables = {dtype: _made(ProductTable, table) for dtype, table in dict(self.products).items()}
+            if "bfloat16" not in tables or {*tables} - {*DTYPES}:
+                raise ValueError(f"products must have bfloat16, and be of the dtypes {', '.join(DTYPES)}")
+            object.__setattr__(self, "products", tables)
+        if isinstance(self.attention, str):
+            stored_operators("attention", self.attention)
+        else:
+            object.__setattr__(self, "attention", tuple(_made(AttentionCost, each) for each in self.attention))
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
 
     def reached_flops(self, element_bytes: Real = 2) -> float:
         """FLOP/s that products with weights of this size reach; those of bfloat16 if there is no other number."""
-        return self._peak(element_bytes) * self.flops_share
+        return self.data_sheet_flops(element_bytes) * self.flops_share
 
     def reached_attention(self, element_bytes: Real = 2) -> float:
         """FLOP/s that attention's products reach, of elements of this size."""
-        share = self.flops_share if self.attention_share is None else self.attention_share
-        return self._peak(element_bytes) * share
+        return self.data_sheet_flops(element_bytes) * self.attention_cost().prompt_share
 
-    def _peak(self, element_bytes: Real) -> float:
+    def data_sheet_flops(self, element_bytes: Real = 2) -> float:
+        """FLOP/s of the data sheet for elements of this size; those of bfloat16 if there is no other number."""
         return self.flops.get(_OF_BYTES.get(int(element_bytes), "bfloat16"), self.flops["bfloat16"])
+
+    def attention_cost(self, head_size: int = 128, key_bytes: Real = 2) -> AttentionCost:
+        """The kernel that was measured with what is closest to these sizes; without any, one of shares alone."""
+        kernels = self.attention
+        if isinstance(kernels, str):
+            kernels = stored_operators("attention", kernels)
+        shares = {"prompt_share": self.attention_share, "key_share": self.key_share}
+        own = {name: float(share) for name, share in shares.items() if share is not None}
+        if not kernels:
+            own = {"prompt_share": float(self.flops_share), "key_share": float(self.memory_share)} | own
+            return AttentionCost(head_size, key_bytes, **own)
+
+        def distance(kernel: AttentionCost) -> tuple[float, float]:
+            return abs(math.log(kernel.key_bytes / key_bytes)), abs(math.log(kernel.head_size / head_size))
+
+        return dataclasses.replace(min(kernels, key=distance), head_size=head_size, key_bytes=key_bytes, **own)
+
+    def product_tables(self) -> Mapping[str, ProductTable]:
+        """The tables of measured products, by dtype; empty: there are none."""
+        if isinstance(self.products, str):
+            return stored_operators("products", self.products)
+        return self.products or {}
+
+    def product_curve(self, n: Real, k: Real, element_bytes: Real) -> tuple[tuple[int, ...], np.ndarray]:
+        """Knots of rows, ascending, and the seconds of those rows times weights `[k, n]`, `[knots]` float64.
+
+        Raises:
+          ValueError: the device has no measured products.
+        """
+        tables = self.product_tables()
+        if not tables:
+            raise ValueError(f"{self.name} has no measured products")
+        table = tables.get(_OF_BYTES.get(int(element_bytes), "bfloat16"), tables["bfloat16"])
+        flops = self.data_sheet_flops(element_bytes)
+        return table.rows, table.curve(n, k, element_bytes, flops, self.memory_bandwidth)
 
     @property
     def reached_bandwidth(self) -> float:
@@ -97,7 +154,19 @@ class Device:
     @property
     def reached_key_bandwidth(self) -> float:
         """Bytes/s of memory that reading keys reaches."""
-        return self.memory_bandwidth * (self.memory_share if self.key_share is None else self.key_share)
+        return self.memory_bandwidth * self.attention_cost().key_share
+
+
+def _made(kind: type, value: Any) -> Any:
+    """A table or kernel, from itself or from its attributes."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a {kind.__name__} must be a mapping of attributes, got {value!r}")
+    try:
+        return kind(**value)
+    except TypeError as error:
+        raise ValueError(f"a {kind.__name__} has wrong attributes: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +181,8 @@ class Link:
       collective_share, collective_latency: the share and seconds of a collective that nothing runs beside; None: as of
         a hop.
       reduce_latency: seconds of each hop of an all-reduce's tree over hosts; None: latency.
+      all_reduces: measured all-reduces of a host's devices, a table or the name of a stored one, in place of
+        `collective_share` and `collective_latency`.
 
     Raises:
       ValueError: a number is out of range, or the name is no string.
@@ -131,27 +202,43 @@ class Link:
     collective_share: Real | None = None
     collective_latency: Real | None = None
     reduce_latency: Real | None = None
+    all_reduces: str | ReduceTable | None = None
 
     def __post_init__(self) -> None:
         for name, number in check_numbers(self).items():
             object.__setattr__(self, name, number)
+        if isinstance(self.all_reduces, str):
+            stored_operators("all_reduces", self.all_reduces)
+        elif self.all_reduces is not None:
+            object.__setattr__(self, "all_reduces", _made(ReduceTable, self.all_reduces))
+
+    @property
+    def reduce_table(self) -> ReduceTable | None:
+        """The measured all-reduces, if there are any."""
+        if isinstance(self.all_reduces, str):
+            return stored_operators("all_reduces", self.all_reduces)
+        return self.all_reduces
 
 
-# Dense products, memory and its bandwidth: NVIDIA's data sheets. Shares and latencies: fitted by
-# `benchmarks.calibration` on half of Vidur's tables of A100 and H100, one fit for all models and plans; the
-# errors on the other half are in docs/simulation_hardware.md. Attention was measured on A100 alone, so its shares and
-# its latency (13 us of a layer's) are the same on H100. Its kernels hide reading keys under products or the reverse, as
-# in Mnemosyne's roofline (section 3): no table has chunks so small that it would show.
+# Dense products, memory and its bandwidth: NVIDIA's data sheets. Products, attention and all-reduces in a host: fitted
+# by `benchmarks.measured_operators` to half of AIConfigurator's tables; element-wise operators, hops and networks by
+# `benchmarks.calibration` to half of Vidur's. One fit for all models and plans; docs/simulation_hardware.md has the
+# errors on the other halves. A layer's five kernels beside these (two norms with additions, rotary embedding, cache,
+# activation) take at least what the shortest kernel in a graph does, 2.7 us on Hopper and 2.95 us on Ampere. Kernels of
+# attention hide reading cached keys under products or the reverse, as in Mnemosyne's roofline (section 3): no table has
+# prompts with a cached prefix. The shares of products and weights are Vidur's, for what has no table.
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "float32": 494e12, "float64": 67e12}
-_ATTENTION = {"attention_share": 0.59, "key_share": 0.78, "attention_overlap": 1.0}
-_ON_HOPPER = {"flops_share": 0.70, "memory_share": 0.92, "element_share": 0.77, "overlap": 0.64, "layer_seconds": 50e-6}
-_ON_AMPERE = {"flops_share": 0.74, "memory_share": 0.80, "element_share": 0.55, "overlap": 0.55, "layer_seconds": 51e-6}
+_ON_HOPPER: dict[str, Any] = {"flops_share": 0.70, "memory_share": 0.92, "element_share": 0.77, "overlap": 0.64}
+_ON_HOPPER |= {"layer_seconds": 5 * 2.7e-6, "attention_overlap": 1.0}
+_ON_AMPERE: dict[str, Any] = {"flops_share": 0.74, "memory_share": 0.80, "element_share": 0.55, "overlap": 0.55}
+_ON_AMPERE |= {"layer_seconds": 5 * 2.95e-6, "attention_overlap": 1.0}
+_H100: dict[str, Any] = {"products": "H100", "attention": "H100"}
 DEVICES = {
-    "H200": Device("H200", _HOPPER, 4.8e12, 141e9, **_ON_HOPPER, **_ATTENTION),
-    "H100": Device("H100", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_ATTENTION),
+    "H200": Device("H200", _HOPPER, 4.8e12, 141e9, **_ON_HOPPER, products="H200", attention="H200"),
+    "H100": Device("H100", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_H100),
     # With kernels of FlashAttention-2's generation, as FlashInfer had them in 2024 (Mnemosyne, 5; Medha, 4.4):
     # "FlashAttention-2 achieves only 35 % utilization on the H100" (FlashAttention-3, Shah et al. 2024, abstract).
-    "H100-FA2": Device("H100-FA2", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_ATTENTION | {"attention_share": 0.35}),
+    "H100-FA2": Device("H100-FA2", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_H100, attention_share=0.35),
     # The H100 of Meta's Grand Teton hosts: 500 W, 96 GB of HBM2e; 502 of 800 TFLOP/s are reached (context parallelism
     # paper, 4.1 and appendix A), by attention too (500 and 496: table 5's ATTN). Contention is what makes tables 4 and
     # 5 agree at T = 3200 and 4160. The other shares are the H100's.
@@ -162,7 +249,8 @@ DEVICES = {
         96e9,
         contention=0.12,
         **_ON_HOPPER,
-        **_ATTENTION | {"attention_share": 502 / 800},
+        **_H100,
+        attention_share=502 / 800,
     ),
     "A100": Device(
         "A100",
@@ -170,17 +258,28 @@ DEVICES = {
         2.0e12,
         80e9,
         **_ON_AMPERE,
-        **_ATTENTION,
+        products="A100",
+        attention="A100",
     ),
     # A few cores. Memory's share and the overlap were chosen by steps of 8 to 512 rows (docs/scheduling.md).
     "cpu": Device("cpu", {"bfloat16": 100e9, "float32": 100e9}, 15e9, 16e9, memory_share=0.2, overlap=0.0),
 }
-_NVLINK_AMPERE = {"latency": 13e-6, "share": 0.95, "collective_share": 0.52, "collective_latency": 34e-6}
+_NVLINK_AMPERE: dict[str, Any] = {"latency": 13e-6, "share": 0.95, "collective_share": 0.53}
+_NVLINK_AMPERE |= {"collective_latency": 13e-6}
 LINKS = {
     # One direction: 18 and 12 links of 25 GB/s. An A800 has 8 of these (Mooncake's testbed), of which the same share is
-    # assumed. Hops and all-reduces: fitted on Vidur's tables of 2, 4 and 8 devices of a host.
-    "nvlink-h100": Link("nvlink-h100", 450e9, 7.6e-6, share=0.80, collective_share=0.71, collective_latency=22e-6),
-    "nvlink-a100": Link("nvlink-a100", 300e9, **_NVLINK_AMPERE),
+    # assumed. Hops: fitted on Vidur's tables; collectives on NCCL's all-gathers, reduce-scatters and all-to-alls of 2,
+    # 4 and 8 devices; all-reduces on those of vLLM in a graph.
+    "nvlink-h100": Link(
+        "nvlink-h100",
+        450e9,
+        7.6e-6,
+        share=0.80,
+        collective_share=0.56,
+        collective_latency=7.5e-6,
+        all_reduces="nvlink-h100",
+    ),
+    "nvlink-a100": Link("nvlink-a100", 300e9, **_NVLINK_AMPERE, all_reduces="nvlink-a100"),
     "nvlink-a800": Link("nvlink-a800", 200e9, **_NVLINK_AMPERE),
     # 400 Gb/s for each GPU (context parallelism paper, 4.1; 50 GB/s for each pair of GPUs in Mnemosyne's hosts). A hop
     # of few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us). Hops reach 26.5 GB/s beside attention

@@ -68,10 +68,10 @@ def check_hops(hops: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
 def tokens_by_hop(tokens: Tokens, axis_name: str, hops: tuple[int, ...] | None = None) -> Callable[[Any], Tokens]:
     """A function from a hop to the positions and segments of the block that is on this rank after it.
 
-    Those of all ranks are gathered at once, as they take 8 bytes a token or some more, unless few hops are taken; hop 0
-    reads this rank's own.
+    Those of all ranks are gathered at once, as they take 8 bytes a token or some more, unless few hops are taken, none
+    of them by a loop; hop 0 reads this rank's own.
     """
-    if hops is not None and len(hops) < lax.axis_size(axis_name):
+    if hops is not None and len(hops) < min(lax.axis_size(axis_name), MOST_UNROLLED + 1):
         packed, unpack = pack_tokens(tokens)
         arrived = {hop: unpack(ring_shift(axis_name, packed, by=hop)[0]) for hop in hops[1:]}
         return lambda hop: arrived[hop] if hop else tokens

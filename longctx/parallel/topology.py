@@ -130,7 +130,7 @@ class Topology:
 
     def to_dict(self) -> dict[str, Any]:
         """The topology as plain data, from which `from_dict` makes the same."""
-        return dataclasses.asdict(self)
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def link(self, axis: str) -> Link:
         """The link of an axis.

@@ -68,7 +68,7 @@ def spilled_at_most(kind: str, sizes: tuple[int, int], dtype: str) -> float:
     pieces = max(len(pieces_of(size)) for size in sizes)
     if dtype == "float32" and (max(sizes) > 128 or pieces > 1):
         return math.inf  # three factors for each number of several pieces don't fit into registers
-    return 64 if kind == "B200" and pieces > 1 else 0
+    return 64 if kind == "B200" and (pieces > 1 or sizes == (64, 64)) else 0
 
 
 FEW = [("A100", (128, 128), "bfloat16", PREFILL), ("RTX 4090", (192, 128), "float16", DECODE)]

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import checkify
 
 from longctx.kernels import attention, device, explain, paged_attention
+from longctx.kernels.attention import plan_attention
 from longctx.kernels.device import Device
 from longctx.kernels.mosaic_gpu import adapter, ptxas
 from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
@@ -162,6 +163,30 @@ def test_a_toolkit_that_would_miscompile_gives_way_to_the_package(
     assert (Path(first).resolve(), rest) == (beside, toolkit)
     assert find() == found  # and PATH does not grow
     assert os.environ["PATH"].split(os.pathsep)[1:] == [toolkit]
+
+
+def test_the_size_of_values_counts() -> None:
+    """Values of another size than keys are not for the kernels of Hopper, nor are plans that are made for them."""
+    lacks = "needs values with the head size of keys, 128, got 64"
+    with adapter.interpreted():
+        for k, paged in ((Q, False), (PAGES, True)):
+            assert explain(Q, k, paged, value_size=128) == explain(Q, k, paged)
+            found = explain(Q, k, paged, value_size=64)
+            assert (found.taken, found.refused["mosaic_gpu"]) == ("xla", lacks)
+        assert plan_attention(Q, Q).implementation == "mosaic_gpu"
+        plan = plan_attention(Q, Q, value_size=64)
+        assert plan.implementation == "xla"
+        q, v = jnp.ones(Q.shape, Q.dtype), jnp.ones((6, 4, 64), Q.dtype)
+        assert attention(q, q, v, plan=plan)[0].shape == (6, 4, 64)
+        with pytest.raises(NotImplementedError, match=lacks):
+            plan_attention(Q, Q, value_size=64, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("value_size", [0, -1, 2.5, True, "64"])
+def test_a_size_of_values_is_a_positive_integer(value_size: Any) -> None:
+    for function in (explain, plan_attention):
+        with pytest.raises(ValueError, match="value_size must be an integer of at least 1, got"):
+            function(Q, Q, value_size=value_size)
 
 
 def test_explain_refuses() -> None:

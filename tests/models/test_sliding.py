@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import logits
+from hf_reference import greedy, logits
 
 from longctx.models import Llama, LlamaConfig, RopeConfig, weight_bytes
 from longctx.models.hf_names import Layout, layouts
@@ -18,6 +18,8 @@ from longctx.models.layer_stacks import put_together
 from longctx.models.params import Params
 from longctx.models.rope_config import YarnScaling, rope_from_hf
 from longctx.nnx import to_nnx
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 
 WINDOW = 5
 CONFIG = LlamaConfig(
@@ -77,10 +79,10 @@ def gpt_oss() -> transformers.PreTrainedModel:
     return model
 
 
-def test_attention_of_gpt_oss_is_that_of_transformers() -> None:
-    """Sinks, biases of q, k, v and the output, and a window in every other layer."""
-    reference = gpt_oss()
-    theirs = reference.config
+@functools.cache
+def gpt_oss_here() -> tuple[Llama, Params]:
+    """The same layers and weights, with a feed-forward of zeros."""
+    theirs = gpt_oss().config
     config = LlamaConfig(
         *(64, 32, 16, 4, 4, 2, 16),
         rope=rope_from_hf(theirs.to_dict()),
@@ -94,18 +96,55 @@ def test_attention_of_gpt_oss_is_that_of_transformers() -> None:
     )
     assert config.sliding_layers == (True, False, True, False)
     assert config.rope.scaling == YarnScaling(32.0, 4096, truncate=False)
-    state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    state = {name: tensor.numpy() for name, tensor in gpt_oss().state_dict().items()}
 
     def load(layout: Layout) -> jax.Array:
         files = [state.get(str(name), np.zeros(layout.file_shape, np.float32)) for name in layout.names]
         tensors = [layout.from_file(jnp.asarray(x), layout.shape) for x in files]
         return jnp.stack(tensors) if layout.stacked else tensors[0]
 
-    weights = jax.tree.map(load, layouts(config))
-    assert weight_bytes(config, dtype_bytes=4) == sum(x.nbytes for x in jax.tree.leaves(weights))
-    expected = logits(reference, TOKENS)
+    return Llama(config), jax.tree.map(load, layouts(config))
+
+
+def test_attention_of_gpt_oss_is_that_of_transformers() -> None:
+    """Sinks, biases of q, k, v and the output, and a window in every other layer."""
+    model, weights = gpt_oss_here()
+    assert weight_bytes(model.config, dtype_bytes=4) == sum(x.nbytes for x in jax.tree.leaves(weights))
+    expected = logits(gpt_oss(), TOKENS)
     assert np.ptp(expected) > 5
-    close(Llama(config)(weights, TOKENS), expected, atol=1e-4)
+    close(model(weights, TOKENS), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(),
+        ParallelPlan(context=2, tensor=2, ffn="all", rank_tokens=16),
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in (
+                ParallelPlan(context=2, rank_tokens=16),
+                ParallelPlan(context=2, placement="interleave", exchange="pass_kv"),
+                ParallelPlan(context=2, placement="interleave", exchange="pass_q"),
+                ParallelPlan(stage=2, tensor=2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_an_engine_of_gpt_oss_gives_the_tokens_of_transformers(plan: ParallelPlan) -> None:
+    """Sinks count once: in chunks, in decodes, over pages of several ranks, and in pages that requests share."""
+    model, weights = gpt_oss_here()
+    shapes = {"page_size": 4, "num_pages": 48, "max_running": 4, "max_length": 64, "token_budget": 8, "buckets": (8,)}
+    engine = Engine(model, weights, EngineConfig(**shapes), make_mesh(plan.stage, plan.context, plan.tensor), plan=plan)
+    document, sampling = np.random.default_rng(1).integers(64, size=37).tolist(), SamplingParams(max_tokens=12)
+    for prompts in ([[*document, 9], TOKENS[0].tolist()], [[*document, 9, 7]]):
+        outputs = engine.generate(prompts, sampling)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = greedy(gpt_oss(), np.array([prompt]), 12)[0]
+            assert len(set(expected.tolist())) > 4, "the reference must vary to show anything"
+            assert [*output.token_ids] == expected.tolist()
+    assert outputs[0].metrics.cached_tokens == 36
 
 
 def test_a_query_sees_the_tokens_of_its_window_alone() -> None:

@@ -73,6 +73,23 @@ def test_window(layout: str, window: tuple[int, int]) -> None:
     compare(make_mesh(context=4, tensor=2), q, k, v[..., :3], method="pass_kv", layout=layout, **options)
 
 
+@pytest.mark.parametrize("lengths", [(8, 48), pytest.param((48, 8), marks=pytest.mark.slow)])
+def test_a_window_over_keys_of_another_length_than_the_queries(lengths: tuple[int, int]) -> None:
+    """A rank's queries and its keys are then at other positions, also those of ranks that are not beside each other."""
+    q, k = (jnp.sin(jnp.arange(n * 32.0)).reshape(n, 4, 8) for n in lengths)
+    compare(
+        make_mesh(context=4), q, k, k[..., ::-1], method="pass_kv", layout="contiguous", window=(1, 0), causal=False
+    )
+
+
+def test_a_window_of_more_hops_than_are_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six of seven hops are left, of which a loop takes those in the middle."""
+    monkeypatch.setattr("longctx.parallel.ring.MOST_UNROLLED", 4)
+    assert layout_hops(21, 7, "contiguous", window=(13, 0)) == (0, 1, 2, 3, 4, 5)
+    q, k, v = arrays(2, 1, 21, 0)
+    compare(make_mesh(context=7), q, k, v, method="pass_kv", layout="contiguous", window=(13, 0))
+
+
 @pytest.mark.parametrize(
     ("method", "layout"),
     [

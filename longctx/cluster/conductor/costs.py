@@ -8,12 +8,11 @@ from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
 from longctx.models.validation import check_integer, check_real
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor, check_predictor, window_of
+from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.predictor.work import Work
 
 _REMEMBERED = 2**14  # prompts: many of a time have the same lengths, and all instances are asked for each
 _ONE_DEVICE = ParallelPlan()
-_FAR = 2**16  # tokens of a context
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class PredictorCosts:
     plan: ParallelPlan = _ONE_DEVICE
     prompt_seconds: Callable[[int, int], float] | None = None
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
-    _lines: dict[int, tuple[float, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_predictor(self.predictor, check_integer("chunk", self.chunk, 1))
@@ -89,21 +87,10 @@ class PredictorCosts:
     def decode_seconds(self, batch: int, tokens: int) -> float:
         """Return the seconds between the tokens of `batch` decodes with contexts of `tokens` tokens in all; 0 for none.
 
-        For a given batch it is a line in the tokens, as that of all our predictors is; with sliding layers two lines,
-        which meet where all contexts are as long as their window.
+        More decodes than one step has rows take several steps.
         """
-        line = self._lines.get(batch)
-        if line is None:
-            if batch < 1:
-                return 0.0
-            full = window_of(self.predictor) * batch
-            base, near, far = (self._decode_seconds(batch, keys) for keys in (0, full, full + _FAR * batch))
-            slope = (far - near) / (_FAR * batch)
-            line = self._lines[batch] = (base, slope, (near - base) / full - slope if full else 0.0)
-        return line[0] + line[1] * tokens + line[2] * min(tokens, window_of(self.predictor) * batch)
-
-    def _decode_seconds(self, batch: int, tokens: int) -> float:
-        """Predict several steps for more decodes than one step has rows."""
+        if batch < 1:
+            return 0.0
         ranks = self.plan.context
         rows, keys = -(-batch // ranks), -(-tokens // ranks)
         steps = -(-rows // self.chunk)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import ArrayLike, Float, Int
 
-from longctx.annotations import Nested
+from longctx.annotations import Integer, Nested
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
@@ -24,6 +24,7 @@ from longctx.kernels.attention.operands import (
     flatten_tokens,
 )
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.selection import check_value_size
 
 
 @functools.partial(
@@ -98,6 +99,7 @@ def plan_attention(
     *,
     q_first: Int[ArrayLike, "... T"] | Nested | None = None,
     q_last: Int[ArrayLike, "... T"] | Nested | None = None,
+    value_size: Integer | None = None,
 ) -> AttentionPlan:
     """Derive from positions and segments what `attention` needs, once for all calls with the same ones.
 
@@ -110,6 +112,7 @@ def plan_attention(
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, window: as for `attention`. The plan holds them.
       implementation: as for `attention`; the plan serves this one alone.
       q_first, q_last: as for `attention`; the plan holds them.
+      value_size: the head size of values, by which the implementation is chosen. None: that of keys.
 
     Returns:
       An `AttentionPlan` for calls with these shapes, positions and segments.
@@ -135,7 +138,9 @@ def plan_attention(
     check_types(q_type, k_type, k_type)
     masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids, q_first, q_last
     checked = check_masks(Arguments(q_type, k_type, k_type, *masks), causal)
-    return _plan(check_kernel(q_type, causal, None, implementation, window), q_type, k_type, checked[3:])
+    size = check_value_size(value_size, q_type.shape[-1])
+    kernel = check_kernel(q_type, causal, None, implementation, window, value_size=size)
+    return _plan(kernel, q_type, k_type, checked[3:])
 
 
 @kernel_jit("kernel", "q", "k", inline=True)

@@ -209,9 +209,8 @@ def choose_implementation(
     names: Sequence[str], q_dtype: jnp.dtype, k_pages: Any, value_size: int | None = None, has_soft_cap: bool = False
 ) -> str:
     """`selection.choose` for queries of a dtype and pages: an array, or its type; `value_size` None is that of keys."""
-    case = selection.Case.of_pages(q_dtype, k_pages)
-    value_size = case.value_size if value_size is None else value_size
-    return selection.choose(names, case._replace(value_size=value_size, has_soft_cap=has_soft_cap))
+    case = selection.Case.of_pages(q_dtype, k_pages, value_size)
+    return selection.choose(names, case._replace(has_soft_cap=has_soft_cap))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

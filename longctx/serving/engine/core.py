@@ -263,12 +263,7 @@ class Core:
         return text, reason
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
-
-        Args:
-          sequence: that was in the step.
-          error: what went wrong, a sentence.
-        """
+        """Return the last event of a sequence whose step has failed with an error; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)

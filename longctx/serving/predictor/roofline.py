@@ -5,14 +5,20 @@ Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention a
 
 import dataclasses
 import math
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from longctx.models import LlamaConfig
 from longctx.models.footprint import kv_row_bytes
 from longctx.models.layer_runs import layers_per_stage, most_full_layers
 from longctx.parallel.cost import ModelShape, as_float, check_count
+from longctx.parallel.device_tables import Device
+from longctx.parallel.operators import AttentionCost, on_line
 from longctx.parallel.topology import Topology
-from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, SharedWeights, SlidingCost
+from longctx.serving.predictor.attention import KernelSeconds, SlidingCost
+from longctx.serving.predictor.runtime import CurvePredictor, ExchangeCost, SharedWeights
 
 
 def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
@@ -38,11 +44,13 @@ def roofline(
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
-    The time of a linear layer is the longer of its products and of reading its weights, and what that doesn't hide of
-    the shorter, plus norms, additions and activations, plus two all-reduces a layer over `tensor`; quantised weights
-    have one byte, and the device's rate for FP8. The time of attention is its products plus reading keys and values,
-    less what is hidden of the shorter; of sliding layers they are those that the window leaves. The device says which
-    shares are reached and hidden. What replicated and sharded rows exchange over `context`: see `ExchangeCost`. With
+    Products with weights, all-reduces and attention take what was measured, where the device and its link have these
+    tables. Otherwise the time of a linear layer is the longer of its products and of reading its weights, and what that
+    doesn't hide of the shorter, and that of attention is its products plus reading keys and values, less what is hidden
+    of the shorter; of sliding layers they are those that the window leaves. The device says which shares are reached
+    and hidden. A layer has norms, additions and activations besides, and two all-reduces over `tensor`; quantised
+    weights have one byte, and the device's rate for FP8. What replicated and sharded rows exchange over `context`: see
+    `ExchangeCost`. With
     several stages the predicted time is that of the largest stage, or of equal ones that with most layers without a
     window: other batches are in the other stages meanwhile, and a token takes `stage` times as long. The head's
     vocabulary is sharded over stage and tensor.
@@ -80,6 +88,8 @@ def roofline(
     topology.check(stage=stage, tensor=tensor, context=context)
     device, layers, element = topology.device, layers_per_stage(model.num_layers, stage), element_bytes
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
+    heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
+    kernel = device.attention_cost(model.head_dim, kv_row_bytes(model.head_dim, element, kv_dtype) / model.head_dim)
     ffn_ranks = context if ffn == "all" else 1
     full, quantized = (layers * count / tensor for count in layer_weights(model))
     part = tuple(layers * count / tensor for count in layer_weights(model, ffn_ranks))
@@ -94,13 +104,21 @@ def roofline(
     # Bytes a row that each half of an all-reduce, reduce-scatter and all-gather, sends: all but the device's own share.
     message = 2 * (tensor - 1) / tensor * model.hidden_size * element
 
+    measured = _measured_layer(model, device, tensor, stage, ffn_ranks, element) if device.products else None
+    reduces = topology.link("tensor").reduce_table if tensor > 1 else None
+
     def linear(count: int) -> float:
         reduce = topology.hardware("tensor", element).collective(count * message) if tensor > 1 else 0.0
+        if reduces is not None:
+            reduce = float(reduces.reduce(count * model.hidden_size * element, tensor))
         move = topology.hardware("stage", element).hop(count * model.hidden_size * element) if stage > 1 else 0.0
-        fixed = overhead + device.step_seconds + layers * device.layer_seconds + head * element / bandwidth
+        fixed = overhead + device.step_seconds + layers * (device.layer_seconds + kernel.latency)
         products = count * seconds_per_row
-        layer = max(products, read) + (1 - device.overlap) * min(products, read) + count * elements
-        return fixed + layer + 2 * layers * reduce + move
+        layer = max(products, read) + (1 - device.overlap) * min(products, read)
+        logits = head * element / bandwidth
+        if measured is not None:
+            layer, logits = layers * float(on_line(count, measured.rows, measured.layer)), measured.logits
+        return fixed + layer + count * elements + logits + 2 * layers * reduce + move
 
     exchange = None
     if context > 1:
@@ -119,7 +137,6 @@ def roofline(
             per_row = 2 * row_bytes * per_byte + (1 - share) * (alike + elements / layers)
             shared = SharedWeights(row_bytes, 2 * latency, per_row, share)
         exchange = ExchangeCost(layers, context, shape, hardware, shared)
-    heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
     # Linear between these knots; the last are where products begin to take longer than reading the weights.
     knee = math.floor(min(read / seconds_per_row, max_rows))
 
@@ -127,7 +144,8 @@ def roofline(
         """Seconds of a pair and of a key in some layers."""
         key = 2 * count * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype)
         pair = 4 * count * heads * model.head_dim
-        return pair / device.reached_attention(element), key / device.reached_key_bandwidth
+        rate = device.data_sheet_flops(element) * kernel.prompt_share
+        return pair / rate, key / (device.memory_bandwidth * kernel.key_share)
 
     num_full, sliding = most_full_layers(model, stage), None
     if model.sliding_window is not None and num_full < layers:
@@ -135,9 +153,11 @@ def roofline(
         sliding = SlidingCost(model.sliding_window, *attention(count), share=count / layers)
     per_pair, per_key = attention(num_full)
     rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows), max(1, knee), max(1, knee) + 1})
+    if measured is not None:
+        rows = sorted({2, max(2, max_rows), *(1 << i for i in range(15)), *map(math.ceil, measured.rows)})
     return CurvePredictor(
         tuple(rows),
-        tuple(map(linear, rows)),
+        tuple(accumulate(map(linear, rows), max)),
         per_pair=per_pair,
         per_key=per_key,
         per_sample=2 * head / flops,
@@ -145,6 +165,59 @@ def roofline(
         overlap=device.attention_overlap,
         buckets=buckets,
         sliding=sliding,
+        kernel=_kernel_seconds(kernel, heads, kv_heads, layers),
+    )
+
+
+class _MeasuredLayer(NamedTuple):
+    """Seconds of a layer's products at numbers of rows of a rank, and of reading the head's weights."""
+
+    rows: np.ndarray
+    layer: np.ndarray
+    logits: float
+
+
+def _measured_layer(
+    model: LlamaConfig, device: Device, tensor: int, stage: int, ffn_ranks: int, element: float
+) -> _MeasuredLayer:
+    """Sum the measured products of a layer: queries, keys and values in one, and gate and up projection.
+
+    With weights that ranks share, each multiplies the rows of all ranks by its part of them.
+    """
+    hidden, size, inner = model.hidden_size, model.head_dim, model.intermediate_size / tensor / ffn_ranks
+    heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
+    weights = (  # name of one, n, k, ranks whose rows it multiplies
+        ("wq", (heads + 2 * kv_heads) * size, hidden, 1),
+        ("wo", hidden, heads * size / ffn_ranks, ffn_ranks),
+        ("w_gate", 2 * inner, hidden, ffn_ranks),
+        ("w_down", hidden, inner, ffn_ranks),
+    )
+    names = [] if model.quantization is None else [name for layer in model.quantization.layers for name in layer]
+    curves = []
+    for name, n, k, ranks in weights:
+        quantized = names.count(name) / model.num_layers
+        for share, wide in ((quantized, 1.0), (1 - quantized, element)):
+            if share:
+                rows, seconds = device.product_curve(n, k, wide)
+                curves.append((np.array(rows) / ranks, share * seconds))
+    knots = np.unique(np.concatenate([rows for rows, _ in curves]))
+    layer = sum(on_line(knots, *curve) for curve in curves)
+    vocabulary = device.product_curve(model.vocab_size / (tensor * stage), hidden, element)[1][0]
+    return _MeasuredLayer(knots, np.asarray(layer), float(vocabulary))
+
+
+def _kernel_seconds(kernel: AttentionCost, heads: float, kv_heads: float, layers: int) -> KernelSeconds:
+    """Seconds of a kernel in some layers, for one device's heads."""
+    return KernelSeconds(
+        prompts=layers * kernel.prompt_latency,
+        path=layers * kernel.path,
+        path_most=layers * kernel.path_seconds,
+        row=layers * (kernel.row + kernel.row_head * heads + kernel.row_kv_head * kv_heads),
+        chunk=layers * kv_heads * kernel.chunk_kv_head,
+        decode=layers * (kernel.decode_head * heads + kernel.decode_kv_head * kv_heads),
+        decode_overlap=kernel.decode_overlap,
+        ramp=kernel.ramp,
+        ramp_most=layers * kernel.ramp_seconds,
     )
 
 
@@ -152,7 +225,7 @@ def _sum_over_ranks(topology: Topology, tensor: int, context: int) -> tuple[floa
     """Seconds, and seconds a byte, by which an all-reduce over `tensor` and `context` exceeds one over `tensor`.
 
     Over one kind of link it is one ring. Else GPUs of the same place in all hosts reduce a share of the bytes, by a
-    tree, as in `all_reduce_over_hosts` of the simulation.
+    tree; sums of the few rows of decodes are too short for one level to hide the other, so that all of it counts.
     """
     link, hardware = topology.link("context"), topology.hardware("context")
     per_byte = hardware.collective(1, count=0)

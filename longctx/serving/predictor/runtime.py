@@ -12,7 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from longctx.parallel.cost import Hardware, LayerCost, ModelShape
-from longctx.serving.predictor.work import Work, window_keys, window_pairs
+from longctx.serving.predictor.attention import (
+    NO_KERNEL,
+    KernelSeconds,
+    SlidingCost,
+    pairs_and_keys,
+    shorter,
+    shorter_of_steps,
+)
+from longctx.serving.predictor.work import Work
 
 _REMEMBERED = 2**16  # numbers of rows
 
@@ -133,7 +141,7 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
       >>> from longctx.simulation.hardware import predictor
       >>> seconds = predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink", max_rows=512)
       >>> readable_tokens(seconds, tpot=0.03, stages=1, most=10**7)
-      468863
+      570328
     """
     alone = Work(window=window_of(predictor))
 
@@ -250,97 +258,12 @@ class ExchangeCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingCost:
-    """Cost of attention in the layers with a sliding window, of the stage that takes longest.
-
-    Attributes:
-      window: tokens that a query sees, itself included.
-      per_pair, per_key: as of `CurvePredictor`, for the pairs and keys that windows leave.
-      share: of a stage's layers, those with the window.
-
-    Raises:
-      ValueError: a number is out of range.
-    """
-
-    window: int
-    per_pair: float
-    per_key: float
-    share: float
-
-    def __post_init__(self) -> None:
-        if self.window < 1 or not 0 < self.share <= 1:
-            raise ValueError(f"window must be at least 1, and share above 0 and at most 1, got {self}")
-        if not all(0 <= seconds < math.inf for seconds in (self.per_pair, self.per_key)):
-            raise ValueError(f"seconds must be finite and not negative, got {self}")
-
-    def seconds(self, work: Work, overlap: float) -> tuple[float, float]:
-        """Seconds of longer chunks, and of decodes."""
-        work, shorter = work.seen_through(self.window), min(self.per_pair, self.per_key)
-        prompts = sum([self._attention(pairs, keys, overlap) for pairs, keys in work.window_chunks])
-        return prompts, (self.per_pair + self.per_key - overlap * shorter) * work.window_decode_keys
-
-    def prefill_seconds(self, start: int, stop: int, chunk: int, overlap: float) -> float:
-        """Seconds of the chunks of a prompt, as `Predictor.prefill_seconds`."""
-        window, steps = self.window, (stop - start) // chunk
-        inside = min(steps, max(0, window - start) // chunk)  # chunks whose queries see all before them
-        edge = start + inside * chunk
-        pairs, keys = _pairs_and_keys(start, edge, chunk)
-        seconds = self.per_pair * pairs + self.per_key * keys
-        seconds -= overlap * _shorter_of_steps(self.per_pair, self.per_key, start, edge, chunk)
-        if edge < stop and edge < window - 1:  # the one that reaches beyond the window
-            count = min(chunk, stop - edge)
-            seconds += self._of_chunk(edge, count, overlap)
-            edge += count
-        steps, rest = divmod(stop - edge, chunk)  # all others are alike
-        return seconds + steps * self._of_chunk(edge, chunk, overlap) + self._of_chunk(edge, rest, overlap)
-
-    def _of_chunk(self, start: int, count: int, overlap: float) -> float:
-        if not count:
-            return 0.0
-        pairs, keys = window_pairs(start, count, self.window), window_keys(start, count, self.window)
-        return self._attention(pairs, keys, overlap)
-
-    def _attention(self, pairs: int, keys: int, overlap: float) -> float:
-        products, reading = self.per_pair * pairs, self.per_key * keys
-        return products + reading - overlap * min(products, reading)
-
-
-def _pairs_and_keys(start: int, stop: int, chunk: int) -> tuple[int, int]:
-    """Pairs, and keys that are read, of the chunks of a prompt from `start` to `stop`."""
-    steps, rest = divmod(stop - start, chunk)
-    pairs = (stop * (stop + 1) - start * (start + 1)) // 2
-    return pairs, steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
-
-
-def _shorter(per_pair: float, per_key: float, start: int, count: int) -> float:
-    """The smaller of a chunk's seconds of products and of reading keys."""
-    pairs = count * start + count * (count + 1) // 2
-    products, reads = per_pair * pairs, per_key * (start + count)
-    return min(products, reads) if isinstance(start, int) else np.minimum(products, reads)
-
-
-def _shorter_of_steps(per_pair: float, per_key: float, start: int, stop: int, chunk: int) -> float:
-    """The sum of `_shorter` over the chunks from `start` to `stop`."""
-    steps, rest = divmod(stop - start, chunk)
-    # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
-    pair, key = per_pair * chunk, per_key
-    first, slope = per_pair * (chunk * (chunk + 1) // 2) - key * chunk, pair - key
-    at = steps if not slope else min(steps, max(0, math.ceil((-first / slope - start) / chunk)))
-    total = _shorter(per_pair, per_key, stop - rest, rest) if rest else 0.0
-    for begin, end in ((0, at), (at, steps)):
-        if begin < end:
-            ends = (start + begin * chunk, start + (end - 1) * chunk)
-            total += (end - begin) * sum(_shorter(per_pair, per_key, each, chunk) for each in ends) / 2
-    return total
-
-
-@dataclasses.dataclass(frozen=True)
 class CurvePredictor:
     """Predicts operators from data sheets (`roofline`) or tables of measured operators.
 
     seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
-    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these; and
-    with sliding layers as much again, of what their window leaves, by their own numbers.
+    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these;
+    with sliding layers as much again, of what their window leaves, by their own numbers; and what `kernel` adds.
 
     Attributes:
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
@@ -353,6 +276,7 @@ class CurvePredictor:
       buckets: numbers of rows that steps are compiled for, ascending: the linear layers of a batch take what the next
         of them does. Empty, and beyond the last: a batch has no padding.
       sliding: layers with a sliding window; None: there are none.
+      kernel: what attention's kernels take beside these.
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
@@ -378,6 +302,7 @@ class CurvePredictor:
     overlap: float = 0.0
     buckets: tuple[int, ...] = ()
     sliding: SlidingCost | None = None
+    kernel: KernelSeconds = NO_KERNEL
 
     def __post_init__(self) -> None:
         if list(self.buckets) != sorted(set(self.buckets)) or any(rows < 1 for rows in self.buckets):
@@ -394,6 +319,8 @@ class CurvePredictor:
         knots = zip(self.rows, self.rows[1:], self.linear, self.linear[1:], strict=False)
         slopes = [(after - before) / (end - start) for start, end, before, after in knots]
         object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
+        per_decode_key = self.per_pair + self.per_key - self.overlap * min(self.per_pair, self.per_key)
+        object.__setattr__(self, "_per_decode_key", per_decode_key)
         object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
     @property
@@ -403,35 +330,38 @@ class CurvePredictor:
 
     def seconds(self, work: Work) -> float:
         """Seconds of a batch, as `Predictor.seconds`."""
-        rows, samples, decode_keys, _, pairs, keys, *_ = work
+        rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         if not rows:
             return 0.0
-        prompts = self.per_pair * pairs + self.per_key * keys
-        decodes = (self.per_pair + self.per_key) * decode_keys
-        if self.overlap:
-            decodes -= self.overlap * min(self.per_pair, self.per_key) * decode_keys
-            prompts -= self.overlap * sum(_shorter(self.per_pair, self.per_key, *each) for each in work.chunks)
-        in_windows = 0.0
+        prompts, kernel, num_decodes = 0.0, 0.0, rows
+        if chunks:
+            counts = [count for _, count in chunks]
+            num_decodes -= sum(counts)
+            prompts, kernel = self.per_pair * pairs + self.per_key * keys, self.kernel.of_prompts(counts)
+            if self.overlap:
+                prompts -= self.overlap * sum([shorter(self.per_pair, self.per_key, *each) for each in chunks])
+        in_windows, decodes = 0.0, self._per_decode_key * decode_keys  # type: ignore[attr-defined]
         if self.sliding is not None:
             in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
-            decodes += of_decodes
+            decodes = decodes + of_decodes
+        if isinstance(decode_keys, np.ndarray) or decode_keys:  # else rows are counted, and no attention
+            decodes = decodes + self.kernel.of_decodes(num_decodes, decodes)
+        attention = prompts + in_windows + kernel + decodes
         if self.exchange is not None and self.exchange.concerns(work):
-            rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows)
-            prompts += in_windows
-            return self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples + moved
-        prompts += in_windows
-        return self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
+            rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows, kernel)
+            return self._linear_seconds(rows) + attention + self.per_sample * samples + moved
+        return self._linear_seconds(rows) + attention + self.per_sample * samples
 
-    def _exchange_seconds(self, work: Work, prompts: float, in_windows: float) -> float:
-        """Seconds of exchanges beside the attention to prompts' chunks in layers of each kind."""
+    def _exchange_seconds(self, work: Work, prompts: float, in_windows: float, kernel: float) -> float:
+        """Seconds of exchanges beside the attention to prompts' chunks in layers of each kind, and kernels of both."""
         assert self.exchange is not None
         if self.sliding is None:
-            return self.exchange.seconds(work, prompts)
+            return self.exchange.seconds(work, prompts + kernel)
         # What attention hides of an exchange follows from its seconds in one layer.
         share, seconds = self.sliding.share, 0.0
         for part, attention in ((1 - share, prompts), (share, in_windows)):
             if part:
-                seconds += part * self.exchange.seconds(work, attention / part)
+                seconds += part * self.exchange.seconds(work, attention / part + kernel)
         return seconds
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
@@ -439,12 +369,19 @@ class CurvePredictor:
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
+        if chunk == 1 or (rest == 1 and not steps):  # such chunks are decodes
+            none = Work(window=self.window)
+            return sum(self.seconds(none.with_chunk(at, 1, False)) for at in range(start, stop)) + self.per_sample
+        if rest == 1:
+            last = Work(window=self.window).with_chunk(stop - 1, 1, False)
+            return self.prefill_seconds(start, stop - 1, chunk) + self.seconds(last)
         linear = steps * self._row_seconds(chunk) + (self._row_seconds(rest) if rest else 0.0)
-        pairs, keys = _pairs_and_keys(start, stop, chunk)
+        pairs, keys = pairs_and_keys(start, stop, chunk)
         hidden = 0.0
         if self.overlap:
-            hidden = self.overlap * _shorter_of_steps(self.per_pair, self.per_key, start, stop, chunk)
+            hidden = self.overlap * shorter_of_steps(self.per_pair, self.per_key, start, stop, chunk)
         seconds = linear + self.per_pair * pairs + self.per_key * keys - hidden + self.per_sample
+        seconds += steps * self.kernel.of_prompts([chunk]) + (self.kernel.of_prompts([rest]) if rest else 0.0)
         return seconds + (
             0.0 if self.sliding is None else self.sliding.prefill_seconds(start, stop, chunk, self.overlap)
         )
@@ -455,16 +392,17 @@ class CurvePredictor:
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
-        decodes, logits, keys = (per_pair + per_key) * decode_keys, self.per_sample * samples, keys + start
-        hidden = sum(_shorter(per_pair, per_key, *each) for each in chunks) if overlap else 0.0
-        if overlap:
-            decodes -= overlap * min(per_pair, per_key) * decode_keys
+        counts, decodes = [count for _, count in chunks], self._per_decode_key * decode_keys  # type: ignore[attr-defined]
+        if decode_keys:
+            decodes += self.kernel.of_decodes(rows - sum(counts), decodes)
+        logits, keys, kernel = self.per_sample * samples, keys + start, self.kernel
+        hidden = sum(shorter(per_pair, per_key, *each) for each in chunks) if overlap else 0.0
 
         def seconds(count: int) -> float:
             if count == 1:  # it counts as a decode
                 return self.seconds(work.with_chunk(start, 1, False))
             own = count * start + count * (count + 1) // 2
-            prompts = per_pair * (pairs + own) + per_key * (keys + count)
+            prompts = per_pair * (pairs + own) + per_key * (keys + count) + kernel.of_prompts([*counts, count])
             if overlap:
                 prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
             return linear(rows + count) + prompts + decodes + logits

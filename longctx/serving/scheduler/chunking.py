@@ -245,7 +245,7 @@ class Chunker:
 
     @property
     def history(self) -> tuple[tuple[int, ...], int]:
-        """What is remembered of the batches before: it can be set to what it was."""
+        """State that is remembered of the batches before, which can be set again."""
         return tuple(self._recent), self._grown
 
     @history.setter

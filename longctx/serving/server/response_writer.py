@@ -117,7 +117,7 @@ class LogprobLists:
             own = self._bytes.of(token)
             name = token_text(own)
             lists.tokens.append(name)
-            lists.text_offset.append(self._offset)
+            lists.text_offset.append(max(self._offset, 0))
             self._offset += len(self._decoder.decode(own))
             if logprob is None:
                 lists.token_logprobs.append(None)
@@ -288,7 +288,9 @@ class CompletionWriter(ResponseWriter):
             return LogprobLists(self._bytes).write(tokens, logprobs)
         prompt = self._call.requests[number].tokens.tolist()
         of_prompt: list[TokenLogprob | None] = [None, *self._prompt_logprobs[number]]
-        return LogprobLists(self._bytes).write([*prompt, *tokens], [*of_prompt, *logprobs])
+        # The text leaves out what its tokens begin with, such as <bos>.
+        left_out = len(b"".join(map(self._bytes.of, prompt)).decode(errors="replace")) - len(self._call.texts[number])
+        return LogprobLists(self._bytes, -left_out).write([*prompt, *tokens], [*of_prompt, *logprobs])
 
     def _first(self, choice: int, number: int) -> Choice | None:
         return Choice(choice, self._call.texts[number]) if self._echoes else None

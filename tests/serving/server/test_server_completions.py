@@ -8,6 +8,7 @@ from fake_device import EOS, expected_tokens
 from letter_tokenizer import LetterTokenizer
 from served import NAME, Served
 
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving import SamplingParams
 
 TEXT = LetterTokenizer()
@@ -165,6 +166,18 @@ def test_echo_with_logprobs_has_those_of_the_prompt(letters: Served) -> None:
     assert "".join(choice.logprobs.tokens) == choice.text
     assert choice.logprobs.token_logprobs == [None, *[0.0] * (len(IDS) + 5)]
     assert choice.logprobs.text_offset == list(range(len(IDS) + 6))
+
+
+def test_offsets_are_those_of_a_text_without_its_first_token(letters: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token such as <bos> has a name among the tokens, and none in the text."""
+    of = TokenBytes.of
+    monkeypatch.setattr(TokenBytes, "of", lambda self, token: b"<end>" if token == EOS else of(self, token))
+    choice = ask(letters, [EOS, *IDS], logprobs=1, echo=True).choices[0]
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs.tokens[0] == "<end>"
+    pairs = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    assert pairs[0] == ("<end>", 0)
+    assert all(choice.text[offset:].startswith(token) for token, offset in pairs[1:])
 
 
 def test_a_prompt_may_be_scored_without_an_answer(letters: Served) -> None:
