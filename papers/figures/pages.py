@@ -43,10 +43,11 @@ No number of the cost model is from Mnemosyne, Medha or Mooncake, so all their r
 *fitted* are predictions from what others measured:
 
 - Mnemosyne: products, decodes and all-reduces within a host as AIConfigurator's tables have them of H100, hops between
-  hosts as Vidur's and Meta's. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of
-  the kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
-  independent. With FlashAttention 3, which the tables have, they would be half as long.
-- Medha: the same for its H100, and for its A100 products, attention and all-reduces by AIConfigurator's tables.
+  hosts as Meta's paper. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of the
+  kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
+  independent. With FlashAttention 3, which the tables have (68 %), attention would take half as long.
+- Medha: products, attention and all-reduces by AIConfigurator's tables, of A100, and in figures 17 and 18 of H100 with
+  FlashAttention 3; hops between hosts by Vidur's table of A100, and Meta's paper for H100.
 - Meta: products, in-host all-reduces, norms and decodes' keys are independent measurements, of H100 of 700 W scaled by
   data sheets to these of 500 W. Attention's FLOP/s, RDMA's rates and contention are this paper's own. So TTIT of tensor
   parallelism (tables 6 and 7: TP8 to TP32) is predicted from independent measurements, and its TTFT but for attention's

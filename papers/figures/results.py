@@ -5,15 +5,17 @@ import dataclasses
 import functools
 import hashlib
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from longctx import plotting
-from longctx.parallel import device_tables
+from longctx.parallel import Topology
 from papers.figures.figure import Cell, Figure, Statement
 from papers.figures.registry import Registered
 
 FILES = "simulation"  # subfolder for the files of figures
+TOPOLOGIES = ("mnemosyne-h100", "h100-rdma", "medha-a100", "meta-gtt", "meta-gti", "a100-800g")
 
 
 def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data: bool, png: bool = False) -> None:
@@ -49,9 +51,9 @@ def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data
 @functools.cache
 def tables_digest() -> str:
     """Digest of the devices, links and measured operators that figures are computed by."""
-    operators = Path(device_tables.__file__).with_name("operators.json").read_bytes()
-    text = repr((device_tables.DEVICES, device_tables.LINKS)).encode()
-    return hashlib.sha256(operators + text).hexdigest()[:12]
+    operators = resources.files("longctx.parallel").joinpath("operators.json").read_bytes()
+    topologies = json.dumps([Topology.preset(name).to_dict() for name in TOPOLOGIES], sort_keys=True).encode()
+    return hashlib.sha256(operators + topologies).hexdigest()[:12]
 
 
 def write_csv(figure: Figure, path: Path) -> None:
