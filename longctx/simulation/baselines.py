@@ -1,7 +1,8 @@
 """Systems to compare with, by name: settings of the core that serves, one for each policy or published engine."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from longctx.models.config import LlamaConfig
 from longctx.models.validation import check_integer
@@ -9,6 +10,7 @@ from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.hardware import predictor
+from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import max_tokens
@@ -43,13 +45,46 @@ class StandardPipeline(Instance):
       >>> for kind in (Instance, StandardPipeline):  # a prompt's chunks follow each other through the stages, or wait
       ...     [served] = Simulation([kind(model, config, seconds, plan)]).run([WorkloadRequest(0.0, 8000, 10)]).served
       ...     print(kind.__name__, round(served.ttft, 2))
-      Instance 0.08
-      StandardPipeline 0.27
+      Instance 0.06
+      StandardPipeline 0.21
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.core.scheduler.steps_between_chunks = self.plan.stage
+
+
+class PrefillFirst(Instance):
+    """An engine that reads all prompts for which it has room before it decodes again.
+
+    A step has prompts or decodes, never both.
+
+    Args:
+      *args, **options: as for `Instance`.
+
+    Source:
+      SGLang's scheduler without `--enable-mixed-chunk`, as is its default.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.baselines import PrefillFirst
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=2000, policy="fcfs")
+      >>> seconds = predictor(model, "h100-nvlink", max_rows=config.token_budget)
+      >>> requests = [WorkloadRequest(0.0, 100, 20), WorkloadRequest(0.05, 5000, 2, number=1)]
+      >>> for kind in (Instance, PrefillFirst):  # the first request decodes beside the second one's prompt, or after it
+      ...     record = Simulation([kind(model, config, seconds)]).run(requests)
+      ...     print(kind.__name__, [served.number for served in record.served])
+      Instance [0, 1]
+      PrefillFirst [1, 0]
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.core.scheduler.mixes_decodes = False
 
 
 class Setting(NamedTuple):
@@ -59,6 +94,7 @@ class Setting(NamedTuple):
       devices: in all; a multiple of 8 if there are more.
       plan: of a system that is one engine on all devices; None: sequence pipeline over hosts, tensor within.
       overrides: arguments of `EngineConfig` that come before the system's own; other systems have no use for them.
+      host: what an engine takes beside its devices.
     """
 
     model: LlamaConfig
@@ -66,6 +102,7 @@ class Setting(NamedTuple):
     devices: int
     plan: ParallelPlan | None
     overrides: dict[str, Any]
+    host: HostTimes | None = None
 
     @property
     def tensor(self) -> int:
@@ -73,16 +110,20 @@ class Setting(NamedTuple):
         return min(self.devices, HOST)
 
     def engine(
-        self, config: Callable[..., EngineConfig], plan: ParallelPlan, kind: type[Instance] = Instance, name: str = "0"
+        self,
+        config: Callable[..., EngineConfig],
+        plan: ParallelPlan,
+        kind: type[Instance] = Instance,
+        name: str = "0",
+        max_running: int = 64,
     ) -> Instance:
-        """An engine with a preset's rules, as many pages as fit into memory, and room for 64 requests."""
+        """An engine with a preset's rules, and as many pages as fit into memory."""
         kv_dtype = self.overrides.get("kv_dtype")
         tokens = max_tokens(self.model, plan, self.topology.device, kv_dtype=kv_dtype)
-        sizes = {"page_size": _PAGE, "max_running": 64, "run_ahead": 1}
-        sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
-        made = config(**sizes | self.overrides)
+        sizes = {"page_size": _PAGE, "max_running": max_running, "run_ahead": 1} | self.overrides
+        made = config(**{"num_pages": max(1, tokens // plan.context // sizes["page_size"])} | sizes)
         seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget, kv_dtype=made.kv_dtype)
-        return kind(self.model, made, seconds, plan, topology=self.topology, name=name)
+        return kind(self.model, made, seconds, plan, topology=self.topology, name=name, host=self.host)
 
 
 def _ours(policy: str) -> Callable[[Setting], list[Instance]]:
@@ -119,6 +160,21 @@ def _striped(setting: Setting) -> list[Instance]:
     return [_whole_prompts(setting, plan)]
 
 
+def _engine(
+    kind: type[Instance] = Instance, admission: Literal["reserve", "optimistic"] = "optimistic"
+) -> Callable[[Setting], list[Instance]]:
+    """Engines of today with their default settings: 8,192 tokens a step, requests in order of arrival."""
+
+    def make(setting: Setting) -> list[Instance]:
+        plan = setting.plan or ParallelPlan(tensor=setting.tensor)
+        config = functools.partial(EngineConfig.sarathi, 8192, admission=admission)
+        return [
+            setting.engine(config, plan, kind, str(copy), 256) for copy in range(setting.devices // plan.num_devices)
+        ]
+
+    return make
+
+
 BASELINES: dict[str, Callable[[Setting], list[Instance]]] = {
     "medha": _ours("ilrs"),  # relative slack, shared steps, adaptive chunks, SPP
     "medha-fcfs": _ours("fcfs"),  # first come first served, and no shared steps (5.1)
@@ -128,6 +184,9 @@ BASELINES: dict[str, Callable[[Setting], list[Instance]]] = {
     "sarathi-512": _sarathi(512),  # Sarathi-Serve: chunks of 512, first come first served, standard pipeline
     "sarathi-2048": _sarathi(2048),
     "vllm": _vllm,  # whole prompts as soon as they come, a copy of the engine on every host
+    "vllm-mixed": _engine(),
+    "sglang": _engine(PrefillFirst),
+    "trtllm": _engine(admission="reserve"),
     "striped": _striped,  # striped attention: whole prompts over all hosts, keys go round in a ring
 }
 """The systems by name: what makes the engines of each, for `make_simulation`. A request goes to the one with least to
@@ -149,6 +208,7 @@ def make_simulation(
     topology: Topology,
     devices: int,
     plan: ParallelPlan | None = None,
+    host: HostTimes | None = None,
     **overrides: Any,
 ) -> Simulation:
     """Make a system on `devices` devices, ready to serve workloads.
@@ -162,6 +222,7 @@ def make_simulation(
       topology: its devices and links.
       devices: how many; a multiple of 8 if there are more than 8.
       plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
+      host: what each engine of ours takes beside its devices.
       **overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
 
     Returns:
@@ -183,8 +244,8 @@ def make_simulation(
       >>> for name in ("medha", "vllm"):
       ...     record = make_simulation(name, MODELS["llama-3-8b"], topology, devices=16).run(requests, keep_steps=False)
       ...     print(name, round(statistics.median(served.ttft for served in record.served), 1))
-      medha 0.3
-      vllm 25.3
+      medha 0.2
+      vllm 6.7
     """
     if name not in BASELINES:
         raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
@@ -193,4 +254,4 @@ def make_simulation(
         raise ValueError(f"devices must be at most {HOST} or a multiple of it, got {devices}")
     if plan is not None and plan.num_devices != devices:
         raise ValueError(f"plan must be of {devices} devices, it is of {plan.num_devices}")
-    return Simulation(BASELINES[name](Setting(model, topology, devices, plan, overrides)))
+    return Simulation(BASELINES[name](Setting(model, topology, devices, plan, overrides, host)))

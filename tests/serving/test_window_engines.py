@@ -12,6 +12,7 @@ from tiered_engines import settle
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.serving import Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.kv_cache.window_pages import window_span
 from longctx.serving.profiler import measure, random_shapes
 from longctx.serving.request.handoff import Handoff
 
@@ -128,13 +129,20 @@ def test_requests_move_to_an_engine_of_another_plan(name: str, count: int) -> No
     first.submit(beginning(request, count, "lease"))
     run(first, outputs)
     handoff = Handoff.of(outputs[f"r{count}"])
-    source = LocalReceiver(layout, fingerprint).source(first.pages, "lease", layout, fingerprint)
+    receiver = LocalReceiver(layout, fingerprint)
+    source = receiver.source(first.pages, "lease", layout, fingerprint)
     second.submit(request, None, handoff, {"lease": source})
     final: dict[str, list[Output]] = {}
     run(second, final)
     (output,) = final[f"r{count}"]
     assert output.token_ids == oracle_of(4, 1, None, MODELS[name]).expected_tokens(list(request.prompt), EXACT)
     assert output.metrics.loaded_tokens == 60 + count - 1
+    # Sliding layers are sent of the pages alone that the next token sees.
+    window, sliding = MODELS[name]
+    size = layout.page_size
+    pages, seen = -(-(59 + count) // size), (59 + count) // size - window_span(window, size)
+    rows = pages * sliding.count(False) + (pages - seen) * sliding.count(True)
+    assert receiver.stats.bytes == rows * layout.page_bytes // layout.num_layers
     first.step()
     assert first.stats().window_pages_held == second.stats().window_pages_held == 0
 

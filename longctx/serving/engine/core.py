@@ -307,12 +307,7 @@ class Core:
         self.now = now
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
-
-        Args:
-          sequence: that was in the step.
-          error: what went wrong, a sentence.
-        """
+        """Return the last event of a sequence whose step has failed with an error; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)

@@ -43,6 +43,7 @@ class Scheduler:
       running: those that hold slots and pages.
       is_optimistic: whether prompts are admitted when they fit, and others may be preempted.
       steps_between_chunks: after how many steps the next chunk of a prompt may follow one: 1, the sequence pipeline.
+      mixes_decodes: whether steps with prompts have decodes too; if not, decodes wait until no prompt has room.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_steps = 0
         self.steps_between_chunks = 1
+        self.mixes_decodes = True
 
     def count_cached(self, keys: List[Key]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""
@@ -134,7 +136,8 @@ class Scheduler:
             self.stores.step = batch.index
         self.running.release_seen(batch.index)
         self.forecast.rescale_predictions(self.waiting, self.running.prefilling)
-        self._plan_decodes(batch)
+        if self.mixes_decodes:
+            self._plan_decodes(batch)
         self.running.slots.reclaim(batch.index)
         self._grow_prompts(batch, now)
         self.admission.admit(batch, now)
@@ -142,6 +145,8 @@ class Scheduler:
         prompts = [s for s in self._prompts(batch) if s.plannable > 0]
         for sequence, share in self._pack(batch, prompts, now).items():
             self._plan_prompt(batch, sequence, share)
+        if not (self.mixes_decodes or batch.chunks):
+            self._plan_decodes(batch)
         batch.chunks = self.chunker.rule.place_single_rows(batch.chunks)
         if self.stores is not None:
             batch.stores = self.stores.take()

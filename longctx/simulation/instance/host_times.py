@@ -13,6 +13,7 @@ class HostTimes:
     where no batch is planned ahead, and where the devices take less for a batch than the thread.
 
     Attributes:
+      front_end: that a request takes before the engine's thread has it: one request after the other, beside all steps.
       request: to let a request enter, before the next batch is planned.
       batch: to plan a batch and to submit it, before the devices begin it.
       results: to make events of a batch's results, before the next batch is planned.
@@ -34,7 +35,7 @@ class HostTimes:
       ...     instance = Instance(model, config, seconds, host=host)
       ...     [served] = Simulation([instance]).run(synthesize(1, Lengths(100, 100), Lengths(50, 50))).served
       ...     print(round(served.tpot, 4))
-      0.0065
+      0.0062
       0.0197
     """
 
@@ -42,11 +43,17 @@ class HostTimes:
     batch: float = 0.0
     results: float = 0.0
     shares_cores: bool = False
+    front_end: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("request", "batch", "results"):
+        for name in ("request", "batch", "results", "front_end"):
             object.__setattr__(self, name, check_real(name, getattr(self, name), 0))
         check_bool("shares_cores", self.shares_cores)
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether some time belongs to steps, which then are not all alike."""
+        return self.request > 0 or self.batch > 0 or self.results > 0
 
     @property
     def hidden(self) -> float:

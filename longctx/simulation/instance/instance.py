@@ -1,5 +1,6 @@
 """An engine in virtual time: the core that serves, driven by events. No JAX, no device."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from longctx.models.config import LlamaConfig
@@ -107,7 +108,7 @@ class Instance:
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         finder = RepetitionFinder(self._core, self._queue, self.executor, predictor)
-        is_each = bool(seconds or host or speed or self._logs)  # asked for each step
+        is_each = bool(seconds or self._host.is_of_steps or speed or self._logs)  # asked for each step
         self._finder = finder if skips_decodes and not is_each else None
         self._repeated: RepeatedSteps | PromptSteps | None = None
         self._least = _LEAST_STEPS  # that are planned at once, if nothing else happens before they end
@@ -115,7 +116,7 @@ class Instance:
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
-        page_bytes = cache_bytes(model, config.page_size, kv_dtype=config.kv_dtype)
+        page_bytes = config.page_size * cache_bytes(model, 1, kv_dtype=config.kv_dtype)
         self._tier = VirtualTier(kept, page_bytes) if kept else None
         self.keep_steps = True
 
@@ -131,6 +132,8 @@ class Instance:
         self._link = Link(loop, self._host_bandwidth * self.num_devices)
         self._free = loop.now  # when its thread is
         self._entering: list[Sequence] = []  # of requests since it last planned
+        self._in_front: deque[Sequence] = deque()  # of requests in the front end, in their order
+        self._front_free = loop.now  # when the front end has dealt with all of them
         self._busy_since = loop.now
 
     @property
@@ -172,7 +175,9 @@ class Instance:
         else:
             known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
         predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
-        return known + sum([predictor.prefill_seconds(0, each.prompt_length, rows) for each in self._entering])
+        return known + sum(
+            [predictor.prefill_seconds(0, each.prompt_length, rows) for each in (*self._entering, *self._in_front)]
+        )
 
     def check(self, request: WorkloadRequest) -> None:
         """Check a request.
@@ -205,9 +210,20 @@ class Instance:
         self._join(request, sequence)
 
     def _join(self, request: WorkloadRequest, sequence: Sequence) -> None:
-        """Let a sequence enter the core before the next batch is planned."""
+        """Let a sequence enter the core before the next batch is planned, once it has passed the front end."""
         self._open[completion_of(sequence).request_id] = request, sequence
-        self._entering.append(sequence)
+        if self._host.front_end:
+            self._front_free = max(self._front_free, self._loop.now) + self._host.front_end
+            self._in_front.append(sequence)
+            self._loop.at(self._front_free, self._pass_front)
+        else:
+            self._entering.append(sequence)
+            self._wake()
+
+    def _pass_front(self) -> None:
+        """The front end has dealt with the first of its requests."""
+        self._settle()
+        self._entering.append(self._in_front.popleft())
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
@@ -217,6 +233,8 @@ class Instance:
           The requests that have not ended, and their metrics so far.
         """
         core, left = self.core, []
+        self._entering += self._in_front
+        self._in_front.clear()
         self._enter()
         self._open, is_open = {}, self._open
         for request, sequence in is_open.values():
