@@ -9,7 +9,7 @@ WORKERS ?= 2
 EDITABLE := --config-settings editable_mode=compat --editable
 TESTS ?= tests
 
-.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures notebooks clean
+.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures silicon notebooks clean
 
 $(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -164,6 +164,10 @@ docs: $(VENV)/installed-docs
 
 figures: $(VENV)/installed-plot
 	$(BIN)/python -m papers.figures --out docs/results $(if $(DATA),--data $(DATA))
+
+# Measured runs of engines beside simulated ones.
+silicon: $(VENV)/installed-plot
+	$(BIN)/python -m papers.silicon --out docs/results --data $(DATA)
 
 $(VENV)/installed-notebooks: $(VENV)/installed
 	$(BIN)/pip install --quiet $(EDITABLE) '.[notebooks,train]'

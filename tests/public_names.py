@@ -27,7 +27,7 @@ MORE = {
     "longctx.serving.kv_cache.tiers.config": ["TierConfig"],
     "longctx.serving.recording.recorder": ["open_recorder"],
     "longctx.serving.scheduler.look_ahead": ["copy_scheduler"],
-    "longctx.simulation.baselines": ["BASELINES", "StandardPipeline", "make_simulation"],
+    "longctx.simulation.baselines": ["BASELINES", "PrefillFirst", "StandardPipeline", "make_simulation"],
     "longctx.simulation.capacity": ["search"],
     "longctx.simulation.deployment": ["ClusterDeployment", "Deployment"],
     "longctx.simulation.hardware": ["predictor"],

@@ -80,3 +80,22 @@ def test_two_prompts_fill_both_stages_of_a_standard_pipeline() -> None:
 def test_what_can_not_be_made_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_simulation(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        # Rows of each step: the second prompt comes while the third token of the first request is computed.
+        ("vllm-mixed", [4000, 1, 1, 8192, 1810, 2, 2, 1]),
+        ("trtllm", [4000, 1, 1, 8192, 1810, 2, 2, 1]),
+        ("sglang", [4000, 1, 1, 8192, 1808, 2, 2, 1, 1, 1]),
+    ],
+)
+def test_engines_of_today_order_their_steps(name: str, steps: list[int]) -> None:
+    simulation = make_simulation(name, MODEL, TOPOLOGY, 8, prefix_cache=False)
+    first = simulation.run([WorkloadRequest(0.0, 4000, 8)])
+    at = first.steps[2].finished - 1e-6
+    record = make_simulation(name, MODEL, TOPOLOGY, 8, prefix_cache=False).run(
+        [WorkloadRequest(0.0, 4000, 8), WorkloadRequest(at, 10_000, 3, number=1)]
+    )
+    assert [step.decodes + step.prompt_tokens for step in record.steps] == steps

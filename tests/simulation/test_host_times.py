@@ -53,6 +53,19 @@ def test_who_comes_while_the_thread_plans_waits_for_the_next_step() -> None:
     assert second.ttft == pytest.approx(13e-3 - 1e-3 + 3e-3 + 13e-3)
 
 
+def test_a_front_end_takes_one_request_after_the_other_beside_the_steps() -> None:
+    predictor = RuntimePredictor.of_rows({64: 10e-3}, (64,), (0.0,))
+    config = EngineConfig(num_pages=64, token_budget=64, max_running=4, run_ahead=1, prefix_cache=False)
+    instance = Instance(MODEL, config, predictor, host=HostTimes(front_end=2e-3))
+    requests = [WorkloadRequest(0.0, 8, 2, number=number) for number in range(3)]
+    record = Simulation([instance]).run(requests)
+    # The first one's step begins at 2 ms and ends at 12 ms; the others came at 4 and 6 ms.
+    assert [served.ttft for served in record.served] == pytest.approx([12e-3, 22e-3, 22e-3])
+    assert [served.tpot for served in record.served] == pytest.approx([10e-3] * 3)
+    cut = Simulation([instance]).run(requests, until=3e-3)
+    assert len(cut.open) == 3  # those in the front end too
+
+
 def test_times_are_checked() -> None:
     with pytest.raises(ValueError, match="results must be"):
         HostTimes(results=-1.0)

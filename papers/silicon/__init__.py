@@ -1,0 +1,1 @@
+"""Simulated engines of others beside their measured runs on H100."""

@@ -1,0 +1,130 @@
+"""The measured engines in simulated time: their schedulers, and what their hosts take."""
+
+import dataclasses
+import multiprocessing
+import statistics
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from longctx.parallel import Topology
+from longctx.simulation import HostTimes, Record
+from longctx.simulation.baselines import make_simulation
+from longctx.simulation.workloads import Lengths, WorkloadRequest, closed_loop, synthesize
+from papers.silicon.runs import Run
+
+ROUNDS = 10  # requests of a user
+SHORTEST = 0.8  # of the prompt's nominal length, the shortest that is drawn
+FRONT_END = 0.002  # seconds of the front end for each request, one after the other
+MAX_RUNNING = 256
+
+
+class Overheads(NamedTuple):
+    """What an engine's host takes, in seconds, fitted on one half of the runs.
+
+    Attributes:
+      step: of each step, beside what is predicted of the devices.
+      first_token: between client and engine, of a request's first token.
+    """
+
+    step: float
+    first_token: float
+
+
+class Engine(NamedTuple):
+    """An engine as it was measured.
+
+    Attributes:
+      baseline: its scheduler, a name of `longctx.simulation.baselines.BASELINES`.
+      one_prompt: whether a step has rows for one prompt and a decode of each user, as AIConfigurator sets the token
+        budget by default (`ctx_tokens` is the prompt's length); else the engine's default of 8,192.
+      overheads: of its host.
+    """
+
+    baseline: str
+    one_prompt: bool
+    overheads: Overheads
+
+
+ENGINES = {
+    "vllm": Engine("vllm-mixed", True, Overheads(0.0020, 0.069)),
+    "sglang": Engine("sglang", False, Overheads(0.0010, 0.216)),
+    "trtllm": Engine("trtllm", True, Overheads(0.0007, 0.057)),
+}
+
+
+def make_workload(run: Run, seed: int = 0) -> list[WorkloadRequest]:
+    """Make the requests of a run: ten for each user, who sends the next one when the one before has ended.
+
+    Lengths of prompts are uniform between 0.8 and 1 of the nominal one. All outputs are equally long.
+
+    Args:
+      run: whose lengths and users count.
+      seed: of the lengths.
+    """
+    prompts = Lengths(int(SHORTEST * run.prompt_tokens), run.prompt_tokens)
+    outputs = Lengths(run.output_tokens, run.output_tokens)
+    return closed_loop(synthesize(ROUNDS * run.users, prompts, outputs, seed=seed), run.users)
+
+
+def simulate(run: Run, overheads: Overheads | None = None) -> Record:
+    """Serve a run's requests in simulated time.
+
+    Args:
+      run: what is served, and on which devices.
+      overheads: of the engine's host; None: the fitted ones. That of the first token is not part of the record.
+
+    Raises:
+      ValueError: the model doesn't fit into the devices.
+    """
+    engine, topology = ENGINES[run.engine], Topology.preset("h100-nvlink")
+    overheads = overheads or engine.overheads
+    device = dataclasses.replace(topology.device, step_seconds=topology.device.step_seconds + overheads.step)
+    budget = run.prompt_tokens + run.users if engine.one_prompt else 8192
+    simulation = make_simulation(
+        engine.baseline,
+        run.config,
+        dataclasses.replace(topology, device=device),
+        run.tensor,
+        host=HostTimes(front_end=FRONT_END),
+        prefix_cache=False,
+        run_ahead=2,
+        token_budget=budget,
+        max_running=min(MAX_RUNNING, budget),
+        kv_dtype="float8_e4m3fn" if run.fp8_cache else None,
+    )
+    return simulation.run(make_workload(run), until=1e6, keep_steps=False)
+
+
+def predict(run: Run, overheads: Overheads | None = None) -> tuple[float, float]:
+    """Predict the mean TTFT and mean TPOT of a run, in seconds.
+
+    Args:
+      run, overheads: as for `simulate`.
+    """
+    overheads = overheads or ENGINES[run.engine].overheads
+    served = simulate(run, overheads).served
+    tpots = [each.tpot for each in served if each.tpot is not None]
+    return statistics.fmean(each.ttft for each in served) + overheads.first_token, statistics.fmean(tpots)
+
+
+def predict_all(
+    runs: List[Run], overheads: Overheads | None = None, jobs: int = 1
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    """Predict runs in processes: yield (index of the run, its (TTFT, TPOT) in seconds) as these come.
+
+    Args:
+      runs, overheads: as for `simulate`.
+      jobs: processes.
+    """
+    tasks = [(index, run, overheads) for index, run in enumerate(runs)]
+    if jobs == 1:
+        yield from map(_predict_task, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_predict_task, tasks)
+
+
+def _predict_task(task: tuple[int, Run, Overheads | None]) -> tuple[int, tuple[float, float]]:
+    index, run, overheads = task
+    return index, predict(run, overheads)

@@ -1,0 +1,48 @@
+"""Fits of the overheads of engines to measured runs."""
+
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from papers.silicon.engines import Overheads, predict_all
+from papers.silicon.runs import Run
+
+PASSES = 2
+
+
+def fit_overheads(runs: List[Run], predictions: List[tuple[float, float]], start: Overheads) -> Overheads:
+    """Fit the overheads of one engine: those with the least mean relative error.
+
+    A step's overhead is added to each token, as every sequence that decodes has one token a step. It is the weighted
+    median of what predictions lack, with weights of 1 / measured, which minimises the mean of |predicted / measured -
+    1|; that of the first token likewise, after the step's own.
+
+    Args:
+      runs: of one engine, measured.
+      predictions: their (TTFT, TPOT) in seconds, with the overheads `start`.
+      start: the overheads of the predictions.
+
+    Returns:
+      Overheads of at least 0.
+    """
+    ttft, tpot = np.array(predictions).T
+    measured_ttft, measured_tpot = np.array([(run.ttft, run.tpot) for run in runs]).T
+    step = max(0.0, start.step + _weighted_median(measured_tpot - tpot, 1 / measured_tpot))
+    # A first token waits for about two steps: the one in which its request came, and its own.
+    ttft = ttft + 2 * (step - start.step)
+    first = max(0.0, start.first_token + _weighted_median(measured_ttft - ttft, 1 / measured_ttft))
+    return Overheads(step, first)
+
+
+def fit_engine(runs: List[Run], jobs: int, start: Overheads) -> Overheads:
+    """Fit the overheads of an engine whose runs are simulated, in processes, with what each pass has found."""
+    for _ in range(PASSES):
+        found = dict(predict_all(runs, start, jobs))
+        start = fit_overheads(runs, [found[index] for index in range(len(runs))], start)
+    return start
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(below, below[-1] / 2)])

@@ -1,0 +1,146 @@
+"""The page of measured runs: a table of errors, and predicted against measured times, one point a run."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx import plotting
+from papers.silicon.engines import ENGINES, FRONT_END
+from papers.silicon.runs import Run
+
+Predictions = Mapping[str, tuple[float, float]]
+
+
+class Errors(NamedTuple):
+    """Errors of one time over some runs.
+
+    Attributes:
+      mean, median: of |predicted / measured - 1|.
+      rank: Spearman's correlation of predicted and measured; NaN for fewer than three runs.
+    """
+
+    mean: float
+    median: float
+    rank: float
+
+    @classmethod
+    def of(cls, predicted: List[float], measured: List[float]) -> "Errors":
+        """Errors of predictions, in the order of what was measured."""
+        ours, theirs = np.array(predicted), np.array(measured)
+        errors = np.abs(ours / theirs - 1)
+        rank = np.corrcoef(_ranks(ours), _ranks(theirs))[0, 1] if len(ours) > 2 else np.nan
+        return cls(float(errors.mean()), float(np.median(errors)), float(rank))
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f} / {100 * self.median:.1f} % | {self.rank:.2f}"
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 0; equal values have the mean of theirs."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[index]
+
+
+def write_page(runs: List[Run], ours: Predictions, peer: Predictions, out: Path) -> str:
+    """Write `silicon.md` and `silicon.svg`.
+
+    Args:
+      runs: measured.
+      ours, peer: (TTFT, TPOT) in seconds by the name of a run; runs may lack.
+      out: folder to write into.
+
+    Returns:
+      The text of the page.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.engine}, {run.model.split('/')[-1]}{', FP8' if run.fp8_weights else ''}", []).append(
+            run
+        )
+    lines = [_HEAD.format(count=len(runs), known=sum(run.name in ours for run in runs), front_end=1e3 * FRONT_END)]
+    lines += [_overheads()]
+    lines += ["## Errors\n", _table(groups, ours, peer)]
+    if plotting.can_draw():
+        _draw(groups, ours, out / "silicon.svg")
+        lines += ["![Predicted against measured TPOT and TTFT, one point a run](silicon.svg)\n"]
+    text = "\n".join(lines)
+    (out / "silicon.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def _overheads() -> str:
+    rows = ["| engine | scheduler | a step | first token |", "|---|---|---|---|"]
+    for name, engine in ENGINES.items():
+        step, first = (1e3 * seconds for seconds in engine.overheads)
+        rows.append(f"| {name} | `{engine.baseline}` | {step:.2f} ms | {first:.0f} ms |")
+    return "\n".join(rows) + "\n"
+
+
+def _table(groups: Mapping[str, List[Run]], ours: Predictions, peer: Predictions) -> str:
+    rows = [
+        "| runs | of | n | TPOT, mean / median | rank | TTFT, mean / median | rank |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, group in groups.items():
+        halves = {
+            "longctx, fitted half": ([run for run in group if run.is_fitted], ours),
+            "longctx, other half": ([run for run in group if not run.is_fitted], ours),
+            "longctx, rows of the peer": ([run for run in group if run.name in peer], ours),
+            "AIConfigurator": ([run for run in group if run.name in ours], peer),
+        }
+        for which, (members, predictions) in halves.items():
+            known = [run for run in members if run.name in predictions]
+            if known:
+                ttft, tpot = zip(*(predictions[run.name] for run in known), strict=True)
+                errors = Errors.of(tpot, [run.tpot for run in known]), Errors.of(ttft, [run.ttft for run in known])
+                rows.append(f"| {name} | {which} | {len(known)} | {errors[0]} | {errors[1]} |")
+    return "\n".join(rows) + "\n"
+
+
+def _draw(groups: Mapping[str, List[Run]], ours: Predictions, path: Path) -> None:
+    with plotting.style():
+        figure, axes = plotting.drawing(2, width=4.6, height=4.2)
+        for index, (axis, title) in enumerate(zip(axes, ("TTFT", "TPOT"), strict=True)):
+            for number, (name, group) in enumerate(groups.items()):
+                known = [run for run in group if run.name in ours]
+                measured = [1e3 * (run.ttft, run.tpot)[index] for run in known]
+                predicted = [1e3 * ours[run.name][index] for run in known]
+                marker, color = plotting.MARKERS[number % 8], plotting.COLORS[number % 8]
+                axis.plot(measured, predicted, marker, color=color, markersize=3, alpha=0.7, label=name)
+            axis.set(xscale="log", yscale="log", title=f"{title}, ms", xlabel="measured", ylabel="predicted")
+            low, high = max(axis.get_xlim()[0], axis.get_ylim()[0]), min(axis.get_xlim()[1], axis.get_ylim()[1])
+            axis.plot([low, high], [low, high], color=plotting.PAPER, linewidth=0.8)
+        axes[1].legend()
+        plotting.save(figure, path)
+
+
+_HEAD = """# Measured engines
+
+vLLM, SGLang and TensorRT-LLM in simulated time, beside {count} runs of them on H100 that NVIDIA published with
+[AIConfigurator](https://github.com/ai-dynamo/aiconfigurator) (Apache-2.0). Of these, {known} were simulated. Times
+named longctx are predictions: no engine ran here. `python -m papers.silicon --data DATA`
+writes this page.
+
+## Benchmark
+
+A closed loop: each user sends a request when the one before has ended, ten in all. Prompts have 0.8 to 1 of the nominal
+length, outputs the nominal one. Measured TTFT hardly depends on the length of outputs: so outputs are equally long, and
+users stay in step. TTFT and TPOT are means over requests.
+
+- vLLM and TensorRT-LLM: prompts beside decodes, first come first served. A step has rows for one prompt and a decode of
+  each user, as AIConfigurator's estimate has by default (`ctx_tokens`). That is inferred from TTFT: with 8,192 rows a
+  step, prompts of 1,024 tokens would wait two to three times as long as was measured.
+- SGLang: prompts first, 8,192 tokens a step, and no decodes beside them.
+- All plan a step while the one before runs. Weights and cache are FP8 where the run's are.
+- The front end takes {front_end:.0f} ms for each request, one after the other. It is assumed, not fitted.
+
+The two overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names. Nothing else
+is fitted to them. The devices are those of [simulation_hardware.md](../simulation_hardware.md).
+
+AIConfigurator's rows below are its own estimates of the same runs, where `papers.silicon.peer` made them in an
+environment that has `aiconfigurator` 0.12. On the 344 Qwen3-32B runs on H100 that it predicts, among which are these,
+its mean errors are: TPOT 14.2 % (vLLM), 25.3 % (SGLang), 12.3 % (TensorRT-LLM); TTFT 41.2, 85.2 and 39.6 %.
+"""

@@ -1,0 +1,104 @@
+"""Measured runs of engines: how they are read and simulated, and overheads that the fit recovers."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papers.silicon.engines import ENGINES, Overheads, make_workload, predict, simulate
+from papers.silicon.fit import fit_engine, fit_overheads
+from papers.silicon.report import Errors, write_page
+from papers.silicon.runs import COLUMNS, Run, read_predictions, read_runs, write_predictions
+
+RUN = Run("run", "vllm", "meta-llama/Llama-3.1-8B-Instruct", 1000, 20, 4, 8, False, False, 0.1, 0.01)
+
+
+def write(path: Path, columns: tuple[str, ...], row: str) -> Path:
+    path.write_text(",".join(columns) + "\n" + row + "\n")
+    return path
+
+
+def test_runs_are_read_in_seconds(tmp_path: Path) -> None:
+    row = "a,trtllm,Qwen/Qwen3-32B,fp8,fp8,1024,128,16,2,840.0,16.5"
+    (run,) = read_runs(write(tmp_path / "runs.csv", COLUMNS, row))
+    assert run == Run("a", "trtllm", "Qwen/Qwen3-32B", 1024, 128, 16, 2, True, True, 0.84, 0.0165)
+    assert run.config.quantization is not None
+    assert RUN.config.quantization is None
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no column osl, tp_size"):
+        read_runs(write(tmp_path / "runs.csv", tuple(x for x in COLUMNS if x not in ("osl", "tp_size")), "a"))
+
+
+def test_unknown_models_and_cells_that_are_no_numbers_are_named_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 2: model_path must be one of"):
+        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,other,,,1,1,1,1,1,1"))
+    with pytest.raises(ValueError, match=r"line 2: .*many"):
+        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,Qwen/Qwen3-32B,,,many,1,1,1,1,1"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_closed_loop_serves_ten_requests_of_each_user_one_at_a_time(engine: str) -> None:
+    run = dataclasses.replace(RUN, engine=engine)
+    requests, record = make_workload(run), simulate(run, Overheads(0.001, 0.0))
+    lengths = [request.prompt_tokens for request in requests]
+    assert len(requests) == len(record.served) == 40
+    assert (min(lengths) >= 800, max(lengths) <= 1000, len({*lengths}) > 10) == (True, True, True)
+    assert {each.metrics.output_tokens for each in record.served} == {20}
+    starts = [each.metrics.arrival for each in record.served]
+    ends = [each.metrics.finished for each in record.served]
+    in_flight = [sum(start <= at < end for start, end in zip(starts, ends, strict=True)) for at in starts]
+    assert max(in_flight) == 4
+    assert min(in_flight[:-4]) >= 1
+
+
+def test_a_step_of_host_time_adds_as_much_to_each_token() -> None:
+    (ttft, tpot), (late, slow) = (predict(RUN, Overheads(step, 0.0)) for step in (0.0, 0.002))
+    assert slow - tpot == pytest.approx(0.002, rel=0.1)
+    assert late > ttft + 0.002
+    assert predict(RUN, Overheads(0.0, 0.05))[0] == pytest.approx(ttft + 0.05)
+
+
+def test_the_fit_recovers_overheads_that_made_the_runs() -> None:
+    true = Overheads(0.002, 0.04)
+    runs = []
+    for users in (1, 2, 4):
+        run = dataclasses.replace(RUN, users=users)
+        ttft, tpot = predict(run, true)
+        runs.append(dataclasses.replace(run, ttft=ttft, tpot=tpot))
+    start = fit_engine(runs, 1, Overheads(0.0, 0.0))
+    assert start.step == pytest.approx(true.step, rel=0.05)
+    assert start.first_token == pytest.approx(true.first_token, rel=0.05)
+
+
+def test_an_overhead_is_never_negative() -> None:
+    slow = [(1.0, 1.0)] * 3
+    assert fit_overheads([RUN] * 3, slow, Overheads(0.001, 0.01)) == Overheads(0.0, 0.0)
+
+
+def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "ours.csv", {"a": (0.5, 0.01)})
+    with (tmp_path / "ours.csv").open("a") as file:
+        file.write("not predicted,,\n")
+    assert read_predictions(tmp_path / "ours.csv") == {"a": (0.5, 0.01)}
+
+
+def test_errors_by_hand() -> None:
+    found = Errors.of([1.1, 1.6, 3.0], [1.0, 2.0, 3.0])
+    assert found[:2] == pytest.approx((0.1, 0.1))
+    assert found.rank == pytest.approx(1.0)
+    assert Errors.of([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]).rank == pytest.approx(-1.0)
+    assert np.isnan(Errors.of([1.0], [1.0]).rank)
+
+
+def test_the_page_has_both_halves_and_no_measured_time(tmp_path: Path) -> None:
+    runs = [dataclasses.replace(RUN, name=str(number), tpot=0.0123456) for number in range(8)]
+    ours = {run.name: (0.11, 0.0111) for run in runs[:6]}
+    text = write_page(runs, ours, {run.name: (0.2, 0.02) for run in runs}, tmp_path)
+    assert text == (tmp_path / "silicon.md").read_text()
+    for words in ("fitted half", "other half", "| 6 | 62.0 / 62.0 % | nan | 100.0 / 100.0 %"):
+        assert words in text
+    assert "12.3" not in text
+    assert (tmp_path / "silicon.svg").read_text().count("<svg") == 1
