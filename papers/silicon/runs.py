@@ -33,7 +33,7 @@ class Run:
       name: that no other run has.
       engine: `"vllm"`, `"sglang"` or `"trtllm"`.
       model: name at Hugging Face.
-      prompt_tokens, output_tokens: of a request; prompts may be shorter by a fifth.
+      prompt_tokens, output_tokens: of a request.
       users: of the closed loop, each with one request at a time.
       tensor: GPUs.
       fp8_weights, fp8_cache: whether weights of layers, and keys and values, are FP8; else they are bfloat16.
