@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import longctx
 from longctx.cli import main
+from longctx.cli.terminal import Console
 from longctx.models import Llama, LlamaConfig, passkey, save_checkpoint
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, Event, Output
@@ -122,6 +124,16 @@ def test_every_secret_is_another_one(capsys: pytest.CaptureFixture[str]) -> None
     first, second = capsys.readouterr().out.split()
     assert first != second
     assert min(len(first), len(second)) >= 32
+
+
+def test_logs_get_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log in which minutes pass in silence looks like that of a program that hangs."""
+    seconds = iter((0.0, 1.0, 31.0, 40.0, 99.0))
+    monkeypatch.setattr("longctx.cli.terminal.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    with Console(False).progress("compiling", "program") as show:
+        for done in range(1, 5):
+            show(done, 4)
+    assert capsys.readouterr().err == "compiling: 2 of 4 programs\n"
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

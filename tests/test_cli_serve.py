@@ -162,6 +162,12 @@ def command() -> Iterator[Process]:
 
 
 @pytest.mark.slow
+def test_a_model_without_a_chat_template_says_so(command: Process) -> None:
+    """As its chats are plain questions and answers, which `--chat-template` changes."""
+    assert sum("no chat template" in line for line in command.lines) == 1
+
+
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish_and_exits_with_0(command: Process) -> None:
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(command.post(max_tokens=600)))

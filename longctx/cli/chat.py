@@ -14,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-from longctx.cli.conversation import Conversation, Document, Prompt
+from longctx.cli.conversation import NO_TEMPLATE, Conversation, Document, Prompt
 from longctx.cli.engine import EngineLoader, decode_rate, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.flags import read
@@ -157,7 +157,7 @@ class ChatLoop:
     def run(self) -> int:
         """Talk until the end; the exit status, which is 1 if an answer failed."""
         if not self._conversation.has_template:
-            self._console.note('This model has no chat template: it gets "Q: MESSAGE" and "A: ", each on a line.')
+            self._console.note(NO_TEMPLATE)
         if self._reader.is_terminal:
             self._console.note("/help lists the commands.")
         while True:

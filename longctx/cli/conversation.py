@@ -12,6 +12,8 @@ from longctx.models.tokenizer import HFTokenizer
 from longctx.models.validation import shown
 from longctx.serving import Output
 
+NO_TEMPLATE = 'This model has no chat template: it gets "Q: MESSAGE" and "A: ", each on a line.'
+
 
 class Document(NamedTuple):
     """A text of a file, which comes before a question."""

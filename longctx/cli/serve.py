@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from longctx import extras
+from longctx.cli.conversation import NO_TEMPLATE
 from longctx.cli.engine import EngineLoader, check_memory, describe_kernels, initialize_processes, show_compiling
 from longctx.cli.flags import naming, read, refuse
 from longctx.cli.serve_settings import (
@@ -33,7 +34,7 @@ from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cluster.launcher.supervised import end_with_parent
 from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer
-from longctx.models.chat_template import ChatTemplate
+from longctx.models.chat_template import ChatTemplate, has_template
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig
 from longctx.serving.config import AdmissionLimits
@@ -101,10 +102,13 @@ def _serve(
     loader = EngineLoader(options, group)
     console, config = loader.console, _with_pages(loader, settings.config)
     recorder = None if listener is None else _recorder(options)
-    engine = loader.load(config, tokenizer=load_tokenizer(loader.path), recorder=recorder)
+    tokenizer = load_tokenizer(loader.path)
+    engine = loader.load(config, tokenizer=tokenizer, recorder=recorder)
     if listener is None:
         return _follow(engine, options, settings.server.shutdown_timeout)
     address = host_port(*listener.getsockname()[:2])
+    if settings.template is None and not has_template(tokenizer):
+        console.note(NO_TEMPLATE)
 
     def warm_up(engine: Engine) -> None:
         _log.info(describe_kernels(loader.model, config, loader.dtype))

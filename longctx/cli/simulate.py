@@ -119,6 +119,7 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
     with console.bar(total=len(requests), desc="requests", unit="req") as bar:
 
         def show(record: Record) -> None:  # what `update` returns would end the run
+            bar.set_postfix_str(f"{simulation.loop.now:,.0f} s simulated", refresh=False)
             bar.update(len(record.served) + len(record.rejected) - bar.n)
 
         record = simulation.run(requests, options.seed, _until(options), show, keeps_steps)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FAILED, WRONG = 1, 2  # exit statuses: of a generation that failed, of an error that the user can correct
 INTERRUPTED = 130  # of Ctrl-C: 128 and the number of SIGINT, as shells have it
+_LOG_INTERVAL = 30.0  # seconds between lines of progress where there are no bars
 _SAME_INTERRUPT = 0.5  # seconds; some programs send SIGINT twice for one Ctrl-C
 
 
@@ -42,10 +43,16 @@ class Console:
 
     @contextmanager
     def progress(self, desc: str, unit: str, **settings: Any) -> Iterator[Callable[[int, int], None]]:
-        """Show a bar, and yield what moves it: a function of what is done and of the total."""
+        """Show a bar, and yield what moves it: a function of what is done and of the total; a log gets lines."""
+        shown = time.monotonic()
         with self.bar(desc=desc, unit=unit, **settings) as bar:
 
             def show(done: int, total: int) -> None:
+                nonlocal shown
+                now = time.monotonic()
+                if not self.has_bars and done < total and now - shown >= _LOG_INTERVAL:
+                    shown = now
+                    self.note(f"{desc}: {done} of {total} {unit}s")
                 bar.total = total
                 bar.update(done - bar.n)
 

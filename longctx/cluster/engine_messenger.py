@@ -18,7 +18,7 @@ from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
-from longctx.serving.kv_cache.connector import LeasedSource, PageFetch
+from longctx.serving.kv_cache.connector import WHOLE, LeasedSource, Needed, PageFetch
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_transfer import process_part
 
@@ -160,9 +160,9 @@ class _LedSource:
     def __init__(self, messenger: EngineMessenger, inner: RemoteSource) -> None:
         self._messenger, self._inner = messenger, inner
 
-    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+    def fetch(self, keys: List[Key], wake: Any, needed: Needed = WHOLE) -> PageFetch:
         self._messenger.tell(self, self._inner)
-        return self._inner.fetch(keys, wake)
+        return self._inner.fetch(keys, wake, needed)
 
     def release(self) -> None:
         self._messenger.forget(self._inner.lease_id)

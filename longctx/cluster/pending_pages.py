@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.serving.kv_cache.connector import LeasedSource, PageBlock, PageFetch, PageStore
+from longctx.serving.kv_cache.connector import WHOLE, LeasedSource, Needed, PageBlock, PageFetch, PageStore
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
 
@@ -45,18 +45,19 @@ class PendingSource:
         self._source: LeasedSource | None = None
         self._keys: list[Key] | None = None  # that are fetched
         self._wake: Callable[[], Any] = lambda: None
+        self._needed = WHOLE
         self._inner: PageFetch | None = None
         self._is_over = self._has_come = False
         self.page_timeout = 30.0
 
     # The engine calls these.
 
-    def fetch(self, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
+    def fetch(self, keys: List[Key], wake: Callable[[], Any], needed: Needed = WHOLE) -> PageFetch:
         with self._lock:
             if self._keys is not None:
                 return _NoPages()
-            self._keys, self._wake = list(keys), wake
-            self._inner = None if self._source is None else self._source.fetch(self._keys, wake)
+            self._keys, self._wake, self._needed = list(keys), wake, needed
+            self._inner = None if self._source is None else self._source.fetch(self._keys, wake, needed)
         return self
 
     def release(self) -> None:
@@ -108,7 +109,7 @@ class PendingSource:
                 return False
             self._source, self.page_timeout = source, page_timeout
             if self._keys is not None:
-                self._inner = source.fetch(self._keys, self._wake)
+                self._inner = source.fetch(self._keys, self._wake, self._needed)
         self._wake()
         return True
 

@@ -102,7 +102,9 @@ def sliding_from_hf(architecture: str, hf: Mapping[str, Any], layers: int) -> tu
     else:
         window = window if architecture == "MistralForCausalLM" else None
         sliding = (window is not None,) * layers
-    if types:
+    if types is not None:
+        if len(types) != layers:
+            raise ValueError(f"layer_types is of {len(types)} layers, num_hidden_layers {layers}")
         named = tuple(kind == "sliding_attention" for kind in types)
         if architecture in ("LlamaForCausalLM", "MistralForCausalLM") and named != sliding:
             raise ValueError(f"layer_types of {architecture} must be those of all of its layers, which are alike")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.attention.kernel import ATTENTION_STATE
 from longctx.kernels.attention.operands import Implementation
 from longctx.kernels.partitioning import match_varying
-from longctx.models.attend import Attend, Cache, dense_attend
+from longctx.models.attend import Attend, Cache, dense_attend, first_seen
 from longctx.models.llama import LayerFunction, Llama
 from longctx.models.params import Param, Params, map_table, param_shape, param_table
 from longctx.models.rope import Rope
@@ -173,8 +173,19 @@ def _local_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
         implementation=plan.implementation,
     )
 
-    def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
-        return exchange(q, k, v)[0], cache
+    def attend(
+        cache: Cache,
+        layer: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        is_sliding: Array | None = None,
+        sinks: Array | None = None,
+    ) -> Any:
+        window, first = plan.model.config.sliding_window, None
+        if window is not None and is_sliding is not None:
+            first = jnp.where(is_sliding, first_seen(window, positions), 0)
+        return exchange(q, k, v, q_first=first, sinks=sinks)[0], cache
 
     return _hidden(plan, params, tokens, positions, attend)
 

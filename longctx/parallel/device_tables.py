@@ -134,7 +134,7 @@ class Device:
         return self.products or {}
 
     def product_curve(self, n: Real, k: Real, element_bytes: Real) -> tuple[tuple[int, ...], np.ndarray]:
-        """Knots of rows, ascending, and the seconds of so many rows times weights `[k, n]`, `[knots]` float64.
+        """Knots of rows, ascending, and the seconds of those rows times weights `[k, n]`, `[knots]` float64.
 
         Raises:
           ValueError: the device has no measured products.

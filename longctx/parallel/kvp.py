@@ -17,6 +17,7 @@ from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vj
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import Arguments, Implementation, Window
 from longctx.kernels.attention.rule import BiasFunction
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.exchange import AttentionSpec, finish, is_varying, pack_state, unpack_states
 
@@ -62,9 +63,9 @@ def kvp_attention(
       merge: how states are merged. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
         `A = 4 * B * T * N_heads * (H + 1)`: the fewest collectives, for few rows. `"all_to_all"`: each rank merges a
         part of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
-        element of out, in two steps: for the rows of a chunk. (lse is sent back separately, and not at all if it isn't
-        used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
-        worth of a second collective.
+        element of out (4 with sinks), in two steps: for the rows of a chunk. (lse is sent back separately, and not at
+        all if it isn't used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half
+        a MiB, the worth of a second collective.
       causal, window, sinks, logits_soft_cap, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
       bias: as for `longctx.kernels.attention`, a function alone; its heads are those of this rank, from 0.
 
@@ -105,7 +106,9 @@ def kvp_attention(
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
-    all_to_all = _prefers_all_to_all(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
+    # What sinks are added to is rounded after them.
+    merged_dtype = out_dtype if sinks is None else wide_dtype(q.dtype)
+    all_to_all = _prefers_all_to_all(q, num_ranks, merged_dtype) if merge == "auto" else merge == "all_to_all"
     if group_ids is None and num_ranks > 1 and is_varying(q, axis_name):
         raise ValueError(
             f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
@@ -113,7 +116,7 @@ def kvp_attention(
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
     grouped = match_varying(_GroupedOperands(*operands, groups), axis_name)
-    state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, out_dtype), grouped)
+    state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, merged_dtype), grouped)
     return finish(state, q, out_dtype, sinks)
 
 

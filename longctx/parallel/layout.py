@@ -40,8 +40,7 @@ def layout_shards(length: Integer, num_shards: Integer, layout: Layout) -> list[
       striped [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     check_layout(num_shards, layout)
-    if not isinstance(length, (int, np.integer)) or length < 0:
-        raise ValueError(f"length must be a non-negative integer, got {length!r}")
+    _check_length(length)
     if layout == "striped":
         return [np.arange(shard, length, num_shards) for shard in range(num_shards)]
     sizes = np.full(num_shards, length // num_shards)
@@ -60,6 +59,11 @@ def check_layout(num_shards: Integer, layout: Layout) -> None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
         raise ValueError(f"num_shards must be a positive integer, got {num_shards!r}")
+
+
+def _check_length(length: Integer) -> None:
+    if not isinstance(length, (int, np.integer)) or length < 0:
+        raise ValueError(f"length must be a non-negative integer, got {length!r}")
 
 
 def shard_order(length: Integer, num_shards: Integer, layout: Layout) -> np.ndarray:
@@ -106,16 +110,22 @@ def layout_hops(
     from longctx.kernels.attention.operands import check_window
 
     before, after = check_window(window)
+    _check_length(length)
+    check_layout(num_shards, layout)
+    most = max(length - 1, 0)
+    before, after = (most if side is None else min(side, most) for side in (before, 0 if causal else after))
+    if layout == "striped":  # a key `distance` before its query came by as many hops, modulo the ranks
+        return tuple(sorted({distance % num_shards for distance in range(-after, before + 1)[:num_shards]}))
     shards = layout_shards(length, num_shards, layout)
-    before, after = (length if side is None else side for side in (before, 0 if causal else after))
-    hops = {0}
-    for rank, queries in enumerate(shards):
-        for source in range(num_shards):
-            hop, keys = (rank - source) % num_shards, shards[source]
-            if hop not in hops:
-                seen = np.searchsorted(keys, queries + after, "right") > np.searchsorted(keys, queries - before)
-                hops |= {hop} if seen.any() else set()
-    return tuple(sorted(hops))
+    runs = [
+        (rank, run[0], run[-1])
+        for rank, shard in enumerate(shards)
+        for run in np.split(shard, np.flatnonzero(np.diff(shard) > 1) + 1)
+        if run.size
+    ]
+    rank, first, last = np.array(runs or [(0, 0, 0)]).T
+    seen = (first[None] <= last[:, None] + after) & (last[None] >= first[:, None] - before)
+    return tuple(np.unique((rank[:, None] - rank[None])[seen] % num_shards).tolist())
 
 
 def shard_positions(length: Integer, num_shards: Integer, layout: Layout = "zigzag") -> tuple[np.ndarray, np.ndarray]:

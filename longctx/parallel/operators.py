@@ -43,7 +43,7 @@ class ProductTable:
       >>> from longctx.parallel.operators import ProductTable
       >>> twice = ProductTable(rows=(1, 1024), sizes=(64, 8192), ratios=(69,) * 8)  # of the data sheet's seconds
       >>> twice.curve(4096, 4096, element_bytes=2, flops=989e12, bandwidth=3.35e12).round(7).tolist()
-      [2.6e-05, 0.0001005]
+      [2.6e-05, 0.0001052]
     """
 
     rows: tuple[int, ...]

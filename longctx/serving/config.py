@@ -234,9 +234,11 @@ class EngineConfig:
           `num_window_pages`, or as many as the sequences that run can need; 0 without a window.
 
         Raises:
-          ValueError: `num_window_pages` is less than the sequences that run can need.
+          ValueError: `num_window_pages` is less than the sequences that run can need, or is given without a window.
         """
         if window is None:
+            if self.num_window_pages is not None:
+                raise ValueError(f"num_window_pages must be None without sliding layers, got {self.num_window_pages}")
             return 0
         least = min(num_pages, self.window_needs(window, plan, max_length).per_rank)
         if self.num_window_pages is not None and self.num_window_pages < least:

@@ -190,6 +190,7 @@ class ParallelPlan:
         if device_bytes is not None:
             check_real("device_bytes", device_bytes, 0)
         check_integer("tokens", tokens, 0)
+        check_integer("num_devices", num_devices, 0)
         if self.num_devices > num_devices:
             raise ValueError(
                 f"plan needs stage * context * tensor = {self.stage} * {self.context} * {self.tensor} = "

@@ -45,8 +45,8 @@ class StandardPipeline(Instance):
       >>> for kind in (Instance, StandardPipeline):  # a prompt's chunks follow each other through the stages, or wait
       ...     [served] = Simulation([kind(model, config, seconds, plan)]).run([WorkloadRequest(0.0, 8000, 10)]).served
       ...     print(kind.__name__, round(served.ttft, 2))
-      Instance 0.08
-      StandardPipeline 0.27
+      Instance 0.06
+      StandardPipeline 0.21
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -244,8 +244,8 @@ def make_simulation(
       >>> for name in ("medha", "vllm"):
       ...     record = make_simulation(name, MODELS["llama-3-8b"], topology, devices=16).run(requests, keep_steps=False)
       ...     print(name, round(statistics.median(served.ttft for served in record.served), 1))
-      medha 0.3
-      vllm 25.3
+      medha 0.2
+      vllm 6.7
     """
     if name not in BASELINES:
         raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")

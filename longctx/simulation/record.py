@@ -33,7 +33,7 @@ class Served:
       >>> requests = synthesize(2, Lengths(3000, 3000), Lengths(100, 100))
       >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
       >>> [(served.number, round(served.ttft, 3), round(served.tpot, 4)) for served in record.served]
-      [(0, 0.173, 0.0069), (1, 0.186, 0.0068)]
+      [(0, 0.134, 0.0066), (1, 0.145, 0.0065)]
     """
 
     due: float
@@ -247,7 +247,7 @@ class Record:
       >>> requests = arrive_at_rate(make_mix("sharegpt4", 50), rate=5.0)
       >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
       >>> round(statistics.median(served.ttft for served in record.served), 2)
-      0.09
+      0.07
       >>> record.totals.rows, record.totals.steps == len(record.steps)
       (139012, True)
     """

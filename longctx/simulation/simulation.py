@@ -60,8 +60,8 @@ class Simulation:
       ...     rules = dataclasses.replace(config, policy=policy)
       ...     record = Simulation([Instance(model, rules, seconds, plan)]).run(requests, keep_steps=False)
       ...     print(policy, round(statistics.median(served.ttft for served in record.served), 1))
-      fcfs 144.2
-      ilrs 0.3
+      fcfs 116.0
+      ilrs 0.2
 
       A cluster, with the conductor that serves:
 
@@ -78,8 +78,8 @@ class Simulation:
       ...     record = Simulation(instances, conductor).run(arrive_at_rate(turns, rate=1.0))
       ...     mean = statistics.mean(served.ttft for served in record.served)
       ...     print(policy, round(record.hit_rate, 2), round(mean, 3))
-      random 0.32 0.239
-      kvcache_centric 0.74 0.086
+      random 0.32 0.203
+      kvcache_centric 0.74 0.075
     """
 
     def __init__(

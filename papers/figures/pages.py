@@ -4,7 +4,7 @@ from pathlib import Path
 
 from papers.figures.figure import CORRECTED_SINCE, Statement
 from papers.figures.registry import TITLES
-from papers.figures.results import FILES, Result
+from papers.figures.results import FILES, Result, tables_digest
 
 COMMAND = "python -m papers.figures"
 _HEAD = "| figure | statement | paper | ours | ratio | why they differ | command |\n|---|---|---|---|---|---|---|"
@@ -31,12 +31,30 @@ all models and plans, on half of the measured operators of other engines
 ([simulation_hardware.md](../simulation_hardware.md) has the errors on the other half). Meta's GPUs and network are
 known from that paper's own micro-measurements (attention, SendRecv and All2All of its tables 5 and 8, appendix A's
 FLOP/s, and what transfers take from attention, at two rows of table 4): those rows show that the model agrees with
-itself, not that it predicts, and are counted apart. What attention reaches on Mnemosyne's and Medha's H100 (35 %) is
-from the abstract of FlashAttention-3, of the kernels before it; it was looked for after 59 %, A100's share, had turned
-out 1.7 times too fast. A simulation cannot show that a kernel reaches such a share, that two transfers leave each other
-alone, what a host adds that is late, clocks that fall with heat, or failures; and it knows of a paper's setting only
-what the paper says: neither its requests nor its kernels were published. So ratios between two settings are worth more
-than seconds, orderings more than ratios, and all of them less than one measurement on the devices themselves."""
+itself, not that it predicts, and are counted apart. A simulation cannot show that a kernel reaches a share, that two
+transfers leave each other alone, what a host adds that is late, clocks that fall with heat, or failures; and it knows
+of a paper's setting only what the paper says: neither its requests nor its kernels were published. So ratios between
+two settings are worth more than seconds, orderings more than ratios, and all of them less than one measurement on the
+devices themselves.
+
+## Which statements are predicted from independent measurements
+
+No number of the cost model is from Mnemosyne, Medha or Mooncake, so all their rows that are neither *arithmetic* nor
+*fitted* are predictions from what others measured:
+
+- Mnemosyne: products, decodes and all-reduces within a host as AIConfigurator's tables have them of H100, hops between
+  hosts as Meta's paper. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of the
+  kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
+  independent. With FlashAttention 3, which the tables have (68 %), attention would take half as long.
+- Medha: products, attention and all-reduces by AIConfigurator's tables, of A100, and in figures 17 and 18 of H100 with
+  FlashAttention 3; hops between hosts by Vidur's table of A100, and Meta's paper for H100.
+- Meta: products, in-host all-reduces, norms and decodes' keys are independent measurements, of H100 of 700 W scaled by
+  data sheets to these of 500 W. Attention's FLOP/s, RDMA's rates and contention are this paper's own. So TTIT of tensor
+  parallelism (tables 6 and 7: TP8 to TP32) is predicted from independent measurements, and its TTFT but for attention's
+  FLOP/s and RDMA's rate. TTFT and TTIT of context parallelism (figures 6, 8 and 9, tables 4, 6 and 7) and the parts of
+  table 8 are predicted from parts that the paper measured one by one: they test how these are put together.
+- Mooncake: products and attention as AIConfigurator's tables have them of A100; an A800's NVLink at the share that an
+  A100's reaches by Vidur's, the network at the share of Meta's RDMA."""
 
 
 def write_pages(results: dict[str, list[Result]], out: Path) -> None:
@@ -87,7 +105,8 @@ def _near(statements: list[Statement]) -> str:
 
 def _page(paper: str, figures: list[Result]) -> str:
     statements = [s for figure in figures for s in figure.statements]
-    parts = [f"# {TITLES[paper]}", f"In virtual time, beside the paper's own values. {count(statements)}.", _ABOUT_ROWS]
+    about = f"In virtual time, beside the paper's own values. {count(statements)}."
+    parts = [f"# {TITLES[paper]}", about, *_of_earlier_tables(figures), _ABOUT_ROWS]
     parts.append("\n".join([_HEAD, *(_row(figure, s) for figure in figures for s in figure.statements)]))
     for figure in figures:
         files = f"{FILES}/{figure.name}"
@@ -111,6 +130,7 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
         "\n".join(f"- [{TITLES[paper]}]({paper}.md): {count([s for f in figures for s in f.statements])}."
                   for paper, figures in results.items() if figures),
     ]  # fmt: skip
+    parts += _of_earlier_tables(everything)
     if others:
         parts.append("Measured: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
     parts += [_LIMITS, "## All statements", _ABOUT_ROWS]
@@ -119,6 +139,14 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
             rows = [_row(figure, s) for figure in figures for s in figure.statements]
             parts.append("\n".join([f"### {paper.capitalize()}", "", _HEAD, *rows]))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _of_earlier_tables(figures: list[Result]) -> list[str]:
+    """Say which figures were computed by other tables of devices than those that are there now."""
+    names = [f"`{figure.name}`" for figure in figures if figure.tables != tables_digest()]
+    if not names:
+        return []
+    return [f"Computed by earlier tables of devices and operators, and not yet again: {', '.join(names)}."]
 
 
 def _others(out: Path, results: dict[str, list[Result]]) -> list[str]:

@@ -2,15 +2,20 @@
 
 import csv
 import dataclasses
+import functools
+import hashlib
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from longctx import plotting
+from longctx.parallel import Topology
 from papers.figures.figure import Cell, Figure, Statement
 from papers.figures.registry import Registered
 
 FILES = "simulation"  # subfolder for the files of figures
+TOPOLOGIES = ("mnemosyne-h100", "h100-rdma", "medha-a100", "meta-gtt", "meta-gti", "a100-800g")
 
 
 def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data: bool, png: bool = False) -> None:
@@ -31,6 +36,7 @@ def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data
         "title": figure.title,
         "paper": registered.paper,
         "data": is_from_data,
+        "tables": tables_digest(),
         "statements": [dataclasses.asdict(statement) for statement in figure.statements],
     }
     (folder / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
@@ -40,6 +46,14 @@ def write_figure(registered: Registered, figure: Figure, out: Path, is_from_data
             figure.draw(*axes)
             for suffix in (".svg", ".png") if png else (".svg",):
                 plotting.save(drawn, folder / f"{name}{suffix}")
+
+
+@functools.cache
+def tables_digest() -> str:
+    """Digest of the devices, links and measured operators that figures are computed by."""
+    operators = resources.files("longctx.parallel").joinpath("operators.json").read_bytes()
+    topologies = json.dumps([Topology.preset(name).to_dict() for name in TOPOLOGIES], sort_keys=True).encode()
+    return hashlib.sha256(operators + topologies).hexdigest()[:12]
 
 
 def write_csv(figure: Figure, path: Path) -> None:
@@ -61,13 +75,14 @@ def _cell(value: Cell) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A figure as its files have it."""
+    """A figure as its files have it; `tables` is the digest of those that it was computed by, empty of older files."""
 
     name: str
     title: str
     statements: list[Statement]
     is_from_data: bool
     has_drawing: bool
+    tables: str
 
 
 def read_result(figure: Registered, out: Path) -> Result | None:
@@ -77,7 +92,8 @@ def read_result(figure: Registered, out: Path) -> Result | None:
         return None
     plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     statements = [Statement(**statement) for statement in plain["statements"]]
-    return Result(plain["name"], plain["title"], statements, plain["data"], path.with_suffix(".svg").is_file())
+    has_drawing, tables = path.with_suffix(".svg").is_file(), plain.get("tables", "")
+    return Result(plain["name"], plain["title"], statements, plain["data"], has_drawing, tables)
 
 
 def remove_result(figure: Registered, out: Path) -> None:

@@ -29,7 +29,7 @@ M = 1_000_000
 """Tokens of "1M" (appendix A)."""
 PAGE = 128
 FIXED = (
-    "the paper's prefills take longer than their parts by about the same whatever T: 0.5 to 0.8 s on 4 hosts (table 4, "
+    "the paper's prefills take longer than their parts by about the same whatever T: 0.5 to 0.9 s on 4 hosts (table 4, "
     "to 64,000 tokens), 1.2 s on 16; a fixed cost of which no table has a part"
 )
 

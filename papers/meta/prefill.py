@@ -77,8 +77,9 @@ def figure_7(inputs: Inputs) -> Figure:
             "TTFT of TP64 over that of CP8 (text: 100 % more)",
             2.0,
             slower[8],
-            why="of our 19 s 12 are all-reduces, whose two levels (NVLink, network) follow each other, and 3 norms and "
-            "additions, which TP doesn't divide; the paper's 11.7 s leave 8 for both",
+            why="of our 14.3 s 6.2 are all-reduces, at the network's rate, and 2.9 norms and additions, which TP "
+            "doesn't divide. The paper's 11.7 s leave 4.4 for all-reduces, its table 7 leaves 9.6 over 2 hosts and 8.2 "
+            "over 4",
         ),
         ordering("7", "CP scales nearly linearly: over 7 on 8 hosts", context[1] / context[8] > 7),
         ordering("7", "TP falls behind further with each doubling of hosts", 1 < slower[2] < slower[4] < slower[8]),

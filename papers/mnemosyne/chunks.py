@@ -47,20 +47,12 @@ def figure_7(inputs: Inputs) -> Figure:
     attention = {chunk: attention_seconds(predictor, prompt, chunk) for chunk in SIZES}
     ttft = {chunk: serve(B8, HOST, static(chunk), prompt).ttft for chunk in SIZES}
     table = [{"chunk": chunk, "attention_70b_s": attention[chunk], "ttft_8b_s": ttft[chunk]} for chunk in SIZES]
-    # What a step of 32 rows takes beside attention, here and by the paper's ratio.
-    rest = attention_seconds(predict(B8, HOST), prompt, 32)
-    ours, paper = ((seconds - rest) / (prompt / 32) * 1e3 for seconds in (ttft[32], 1.75 * ttft[4096]))
-    reduces = 2 * B8.num_layers * TOPOLOGY.hardware("tensor").collective(0) * 1e3
-    why = (
-        f"a step of 32 rows takes {ours:.1f} ms beside attention, {reduces:.1f} of these the latency of NCCL's "
-        f"all-reduces (Vidur's table); the paper's ratio implies {paper:.1f}"
-    )
     small, smaller = attention[32] / attention[2048], ttft[32] / ttft[4096]
     about = "70B, 1M: attention in chunks of 128 takes at most 10 % more than in chunks of 2,048"
     statements = [
         Statement("7, Medha 5b", "70B, 1M, 8 H100: attention in chunks of 32 over chunks of 2,048", 1.11, small, "x"),
         ordering("7", about, attention[128] <= 1.1 * attention[2048]),
-        Statement("4.2", "8B, 1M, 8 H100: TTFT in chunks of 32 over chunks of 4,096", 1.75, smaller, "x", why),
+        Statement("4.2", "8B, 1M, 8 H100: TTFT in chunks of 32 over chunks of 4,096", 1.75, smaller, "x"),
         ordering("4.2", "8B, 1M: the smaller the chunk, the longer TTFT", all(ttft[a] > ttft[b] for a, b in _PAIRS)),
     ]
 

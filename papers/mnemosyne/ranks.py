@@ -230,7 +230,7 @@ def figure_21(inputs: Inputs) -> Figure:
     used = {(row["model"], row["million_tokens"], row["ranks"]): row["mbu"] for row in table}
     falls = all(each > used.get((name, millions, 2 * ranks), 0.0) for (name, millions, ranks), each in used.items())
     share = DEVICE.reached_key_bandwidth / DEVICE.memory_bandwidth
-    why = f"keys are read at {share:.0%} of the data sheet, as Vidur's table of A100 has it; latencies come on top"
+    why = f"keys are read at {share:.0%} of the data sheet, as FlashAttention 3 was measured; latencies come on top"
     statements = [
         Statement("21, Medha 20", "8B and 70B, TP8 x KVP: best MBU of decodes", 0.92, max(used.values()), "", why),
         ordering("21, 6.5", "MBU falls as ranks are added, for each model and length", falls),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cluster.transfer.lease import LeaseGone
-from longctx.serving.kv_cache.connector import PageBlock, PageFetch, assemble
+from longctx.serving.kv_cache.connector import WHOLE, Needed, PageBlock, PageFetch, assemble
 from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
@@ -102,13 +102,20 @@ class FakeEngine:
 class Taker:
     """Empties a fetch as an engine does."""
 
-    def __init__(self, source: Any, keys: list[bytes], layout: PageLayout, part: PageSlice | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        keys: list[bytes],
+        layout: PageLayout,
+        part: PageSlice | None = None,
+        needed: Needed = WHOLE,
+    ) -> None:
         self._woken = threading.Event()
         self.part = part or layout.whole
         (layer, last_layer), (head, last_head) = self.part
         shape = (len(keys), last_layer - layer, 2, layout.page_size, last_head - head, layout.row_size)
         self.pages = np.zeros(shape, layout.bits)
-        self.fetch: PageFetch = source.fetch(keys, self._woken.set)
+        self.fetch: PageFetch = source.fetch(keys, self._woken.set, needed)
 
     def take(self, max_bytes: int = 1 << 40) -> int:
         """Take what has come, and return how many blocks."""

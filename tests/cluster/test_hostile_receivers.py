@@ -15,6 +15,7 @@ from longctx.cluster.transfer.messages import VERSION, FromReceiver, Grant, Open
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
+from longctx.serving.kv_cache.connector import WHOLE, Needed
 
 
 class Peer:
@@ -31,10 +32,10 @@ class Peer:
     def send(self, message: FromReceiver) -> None:
         self.socket.send(encode(message))
 
-    def open(self, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0) -> None:
+    def open(self, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0, needed: Needed = WHOLE) -> None:
         part = LAYOUT.whole
         keys = lease.keys
-        self.send(Open(VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout))
+        self.send(Open(VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout, needed))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -55,6 +56,26 @@ def still_serves(sender: PageSender, engine: FakeEngine) -> None:
     lease, _ = engine.add(3, seed=9)
     with PageReceiver(LAYOUT, options=OPTIONS) as receiver:
         assert Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT).finish() == 3
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        Needed(3),
+        Needed(-1),
+        Needed(1, ((0, 6),)),
+        Needed(1, ((2, 3), (0, 1))),
+        Needed(1, ((2, 2),)),
+        Needed(1, ((-1, 2),)),
+    ],
+)
+def test_what_is_needed_must_be_layers_of_pages_before_the_last(needed: Needed) -> None:
+    engine = FakeEngine()
+    lease, _ = engine.add(3)
+    with peer_of(engine) as (sender, peer):
+        peer.open(lease, needed=needed)
+        wait_until(lambda: sender.stats.outcomes["refused"] == 1)
+        still_serves(sender, engine)
 
 
 def test_an_error_of_one_transfer_costs_that_transfer(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.cluster.transfer.options import TransferOptions
+from longctx.serving.kv_cache.connector import Needed
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
 pytestmark = pytest.mark.parametrize("way_name", NAMES)
@@ -80,19 +81,39 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
     num_pages=st.integers(1, 20),
     block_bytes=st.integers(LAYOUT.page_bytes // LAYOUT.num_layers, 1 << 14),
     read_bytes=st.integers(1, 1 << 15),
+    early=st.integers(0, 19),
+    layers_of_early=st.sampled_from([(), ((0, 5),), ((0, 1), (3, 4)), ((2, 5),), ((4, 5),)]),
 )
 def test_any_slices_of_any_mesh(
-    way_name: str, have: list[PageSlice], want: PageSlice, num_pages: int, block_bytes: int, read_bytes: int
+    way_name: str,
+    have: list[PageSlice],
+    want: PageSlice,
+    num_pages: int,
+    block_bytes: int,
+    read_bytes: int,
+    early: int,
+    layers_of_early: tuple[tuple[int, int], ...],
 ) -> None:
-    """Resharding is intersecting: the receiver gets its layers and heads, wherever the sender has them."""
+    """Resharding is intersecting: the receiver gets its layers and heads, wherever the sender has them.
+
+    Of the first pages it gets the layers that are needed, as those without a window are.
+    """
+    needed = Needed(min(early, num_pages - 1), layers_of_early)
     options = TransferOptions(block_bytes, read_bytes, window_blocks=2, max_blocks=5)
     with open_way(way_name, FakeEngine(parts=have), part=want, options=options) as way:
         lease, pages = way.engine.add(num_pages)
-        taker = Taker(way.source(lease.lease_id), lease.keys, LAYOUT, want)
+        taker = Taker(way.source(lease.lease_id), lease.keys, LAYOUT, want, needed)
         assert taker.finish(max_bytes=block_bytes) == num_pages
         layers, heads = want.within(LAYOUT.whole)
-        assert np.array_equal(taker.pages, pages[:, layers, :, :, heads])
-        assert way.sent.bytes == taker.pages.nbytes, "only what was asked for is sent"
+        is_needed = np.zeros((num_pages, LAYOUT.num_layers), bool)
+        is_needed[needed.pages :] = True
+        for first, stop in needed.layers:
+            is_needed[:, first:stop] = True
+        is_needed = is_needed[:, layers]
+        expected = np.where(is_needed[:, :, None, None, None, None], pages[:, layers, :, :, heads], 0)
+        assert np.array_equal(taker.pages, expected)
+        row_bytes = LAYOUT.part_bytes(want) // (want.layers[1] - want.layers[0])
+        assert way.sent.bytes == is_needed.sum() * row_bytes, "only what was asked for is sent"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])

@@ -61,6 +61,7 @@ class Slope:
         ({"q_positions": np.full(6, 2**32 - 1, np.uint32)}, ValueError, "q_positions must fit into int32"),
         ({"q_positions": [2**40] * 6}, ValueError, "q_positions must fit into int32"),
         ({"scale": jnp.float32(1)}, ValueError, "scale must be a finite number"),
+        ({"v": np.zeros((6, 2, 0), np.float32)}, ValueError, r"v must have a head size over 0, got \(6, 2, 0\)"),
         ({"implementation": []}, ValueError, "implementation must be None, one of"),
         ({"implementation": ["xla", "fast"]}, ValueError, "implementation must be None, one of"),
         ({"implementation": {"xla", "reference"}}, ValueError, "implementation must be None, one of"),

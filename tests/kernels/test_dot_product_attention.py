@@ -88,7 +88,7 @@ def test_without_a_batch_shapes_and_dtypes_are_those_of_jax_nn(dtype: Any) -> No
         ({"bias": np.ones((T, S), bool)}, TypeError, "bias must be floating point, got bool"),
         ({"query_seq_lengths": np.array([1, 2, 3])}, ValueError, r"query_seq_lengths must have the shape \(2,\)"),
         ({"implementation": "cudnn"}, ValueError, "implementation must be None, one of"),
-        ({"local_window_size": -1}, ValueError, "window must be"),
+        ({"local_window_size": -1}, ValueError, "^local_window_size must be"),
     ],
 )
 def test_refuses(named: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -307,6 +307,8 @@ _GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "rope_scaling
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (_GEMMA3 | {"layer_types": []}, "layer_types is of 0 layers"),
+        (_GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types is of 1 layers"),
         (_QWEN3_SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is of 2 layers"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -1,5 +1,6 @@
 """A real model, Gemma 3 270M in GGUF (Q4_K_M), against transformers on the same dequantised weights."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,13 @@ def loaded(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> It
     yield Loaded(model, params, reference, tokens)
     for file in directory.iterdir():  # a gigabyte
         file.unlink()
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Free the gigabytes of an engine, which is part of cycles, before the next is made."""
+    yield
+    gc.collect()
 
 
 def exact_rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> tuple[torch.Tensor, ...]:

@@ -75,6 +75,37 @@ def test_loss_and_gradients_are_those_of_one_device(ranks: int | None, options: 
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+GEMMA = {"gemma_style": True, "qk_norm": True, "local_rope_theta": 500.0, "query_pre_attn_scalar": 5.0}
+SLIDING = {"sliding_window": 4, "sliding_layers": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "method"),
+    [
+        (GEMMA | SLIDING, {"context": 3}, "pass_kv"),
+        pytest.param(
+            SLIDING | {"attention_sinks": True, "qkv_bias": True, "out_bias": True},
+            {"context": 2, "tensor": 2},
+            "pass_q",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"sliding_window": 4}, {"context": 2}, "ulysses", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_windows_and_sinks_over_a_mesh(options: Any, sizes: dict[str, int], method: Any) -> None:
+    """As Gemma 3, gpt-oss and Mistral have them."""
+    model = Llama(dataclasses.replace(MODEL.config, **options))
+    params = model.init(jax.random.key(0), initializer_range=0.2)
+    module = to_nnx(model, params, make_mesh(**sizes), method=method, remat=True)
+    rows = TOKENS, POSITIONS, SEGMENTS
+    want = jax.jit(model)(params, *rows)
+    np.testing.assert_allclose(np.asarray(module(*rows))[SEGMENTS >= 0], want[SEGMENTS >= 0], atol=1e-4)
+    gradient = nnx.jit(nnx.grad(total_of(TOKENS, TARGETS, POSITIONS, SEGMENTS)))(module)
+    plain = nnx.jit(nnx.grad(total_of(TOKENS, TARGETS, POSITIONS, SEGMENTS)))(to_nnx(model, params))
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
 E, A = AxisType.Explicit, AxisType.Auto
 AXIS_TYPES = [(E, E), *(pytest.param(types, marks=pytest.mark.slow) for types in ((A, A), (E, A), (A, E)))]
 

@@ -1,5 +1,6 @@
 """The papers' figures: each is computed with tiny workloads, and its files are the same every time."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -145,6 +146,16 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert result is not None
     assert (result.title, result.statements, result.is_from_data) == ("A toy", figure.statements, True)
     assert result.has_drawing == plotting.can_draw()
+
+
+def test_pages_name_figures_of_earlier_tables(tmp_path: Path) -> None:
+    write_figure(TOY, toy_figure(Inputs()), tmp_path, is_from_data=True)
+    result = read_result(TOY, tmp_path)
+    assert result is not None
+    for tables, is_said in ((result.tables, False), ("", True), ("0" * 12, True)):
+        write_pages({"meta": [dataclasses.replace(result, tables=tables)]}, tmp_path)
+        for page in ("README.md", "meta.md"):
+            assert ("and not yet again: `meta_figure_1`." in (tmp_path / page).read_text()) == is_said
 
 
 def test_inputs_are_checked(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.parallel import layout_shards, shard_positions, shard_sequence, unshard_sequence
+from longctx.parallel import layout_hops, layout_shards, shard_positions, shard_sequence, unshard_sequence
 
 LAYOUTS = st.sampled_from(["contiguous", "zigzag", "striped"])
 
@@ -42,6 +42,24 @@ def test_layouts_of_eight_tokens() -> None:
     assert shards("contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert shards("zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert shards("striped") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+SIDE = st.none() | st.integers(0, 60)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), LAYOUTS, st.booleans(), SIDE, SIDE)
+def test_hops_are_those_whose_keys_some_query_sees(
+    length: int, num_shards: int, layout: str, causal: bool, before: int | None, after: int | None
+) -> None:
+    """Against every pair of a query and a key."""
+    rank = np.empty(length, int)
+    for i, shard in enumerate(layout_shards(length, num_shards, layout)):
+        rank[shard] = i
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance <= (length if before is None else before)) & (distance >= -(length if after is None else after))
+    hops = (rank[:, None] - rank)[seen & ~(causal & (distance < 0))] % num_shards
+    want = tuple(sorted({0, *hops.tolist()}))
+    assert layout_hops(length, num_shards, layout, causal=causal, window=(before, after)) == want
 
 
 @given(st.integers(0, 40), st.integers(1, 5), LAYOUTS, st.integers(-3, 2), st.booleans())

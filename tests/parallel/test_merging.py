@@ -100,6 +100,19 @@ def test_rows_merge_within_their_group(merge: str, whole: bool, seed: int) -> No
         )
 
 
+def test_a_merge_is_rounded_once_also_with_sinks() -> None:
+    """Sinks are added to float32, whichever collectives merge: they give the same to the bit, or one ulp of float32."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(0).standard_normal((3, 64, 2, 16)))
+
+    def merged(merge: str) -> jax.Array:
+        local = lambda q, k, v: kvp_attention(q, k, v, causal=False, sinks=jnp.ones(2), merge=merge)[0]  # noqa: E731
+        specs = P(), P("context"), P("context")
+        return jax.jit(jax.shard_map(local, mesh=make_mesh(context=2), in_specs=specs, out_specs=P()))(q, k, v)
+
+    gathered, exchanged = (np.asarray(merged(x), np.float32) for x in ("gather", "all_to_all"))
+    assert np.mean(gathered != exchanged) < 0.01
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compute", [ring_pass_kv, *(pytest.param(x, marks=pytest.mark.slow) for x in (ring_pass_q, all_gather_kv))]

@@ -265,6 +265,12 @@ def test_invalid_plans_are_refused(options: dict[str, Any], error: type[Exceptio
         ParallelPlan(**options)
 
 
+@pytest.mark.parametrize("num_devices", [2.5, "2", True])
+def test_a_number_of_devices_that_is_none_is_named(num_devices: Any) -> None:
+    with pytest.raises(TypeError, match="num_devices must be an integer"):
+        ParallelPlan().check(MODEL.config, num_devices)
+
+
 def test_devices_of_a_larger_mesh_need_less_each() -> None:
     config = EngineConfig(page_size=4, max_running=2, token_budget=8)
     alone, spread = (

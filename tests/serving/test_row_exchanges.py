@@ -169,7 +169,7 @@ def cases(draw: Any, ranks: int, most_cached: int) -> Case:
 @pytest.mark.parametrize(
     ("is_fp8", "exchange", "message", "rounds"),
     [
-        pytest.param(is_fp8, *exchange, marks=() if not is_fp8 and exchange in EXCHANGES[::2] else pytest.mark.slow)
+        pytest.param(is_fp8, *exchange, marks=() if not is_fp8 and exchange in EXCHANGES[:3:2] else pytest.mark.slow)
         for is_fp8, exchange in itertools.product((False, True), EXCHANGES)
     ],
 )

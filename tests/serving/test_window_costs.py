@@ -16,6 +16,7 @@ from longctx.models.layer_runs import layers_of_stages
 from longctx.parallel import Topology, make_mesh
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine.memory import estimate
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.window_pages import PageBytes
 from longctx.serving.predictor import CurvePredictor, RuntimePredictor, Work
 from longctx.serving.predictor.attention import NO_KERNEL, SlidingCost
@@ -24,6 +25,7 @@ from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dic
 from longctx.serving.predictor.fit import fit
 from longctx.serving.predictor.runtime import chunk_curve
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.hardware import predictor
 from longctx.simulation.planner.prompt import simulate_prompt
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, evaluate
@@ -243,3 +245,13 @@ def test_a_plan_counts_windows_in_time_and_in_memory() -> None:
     assert found.prompt.tpot == pytest.approx(near.prompt.tpot, rel=0.001)
     simulated = simulate_prompt(near.deployment, 50_000, 64, steps=30)
     assert simulated.ttft == pytest.approx(near.prompt.ttft, rel=0.05)
+
+
+def test_pages_of_tiers_have_all_layers_however_long_they_are() -> None:
+    """A page of 1,024 tokens has more of them than a window of 512."""
+    config = EngineConfig(page_size=1024, num_pages=10, tiers=TierConfig(host_bytes=1 << 30))
+    instances = (
+        ClusterInstance("one", "both", model, config, predictor(GEMMA, H100))
+        for model in (GEMMA, without_windows(GEMMA))
+    )
+    assert len({instance.host_pages for instance in instances}) == 1

@@ -12,6 +12,7 @@ from tiered_engines import settle
 from longctx.cluster.transfer.local import LocalReceiver
 from longctx.serving import Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.kv_cache.window_pages import window_span
 from longctx.serving.profiler import measure, random_shapes
 from longctx.serving.request.handoff import Handoff
 
@@ -67,13 +68,14 @@ def test_tokens_where_context_ranks_share_the_feed_forward(strategy: tuple[str, 
     check_tokens((1, 4, 1), strategy, events=40, layers=4, windows=MIXED, ffn="all")
 
 
+both_models = pytest.mark.parametrize("name", ["mixed", pytest.param("sliding", marks=pytest.mark.slow)])
 ONE, STAGES = ParallelPlan(), ParallelPlan(2, 1, 1)
 EXACT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def test_window_pages_are_bounded_at_a_long_context() -> None:
     """A long prompt and its decodes hold window pages of the window, and a page for each page of tokens."""
-    engine, oracle = make_mesh_engine(ONE, 4, MIXED, num_pages=40, max_running=2), oracle_of(4, 1, None, MIXED)
+    engine, oracle = make_mesh_engine(ONE, 4, MIXED), oracle_of(4, 1, None, MIXED)
     prompt, held = [(7 * i) % VOCAB for i in range(140)], set[tuple[int, int]]()
     engine.add_monitor(lambda step: held.add((engine.core.pool.num_held, engine.stats().window_pages_held)))
     (output,) = engine.generate([prompt], EXACT)
@@ -84,10 +86,10 @@ def test_window_pages_are_bounded_at_a_long_context() -> None:
     pools = engine.executor.runner.state.cache.k.shape[0]  # type: ignore[attr-defined]
     windows = engine.core.pool.windows
     assert windows is not None
-    assert pools == 1 * 40 + 3 * windows.num_pages
+    assert pools == 1 * 24 + 3 * windows.num_pages
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 def test_a_conversation_goes_on_after_its_last_page(name: str) -> None:
     """A session's partial page, and full pages of a shared prefix, are found with their window pages."""
     engine, oracle = make_mesh_engine(ONE, 4, MODELS[name]), oracle_of(4, 1, None, MODELS[name])
@@ -100,7 +102,7 @@ def test_a_conversation_goes_on_after_its_last_page(name: str) -> None:
         conversation += output.token_ids
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 def test_what_one_plan_stored_another_loads(name: str, tmp_path: Path) -> None:
     tiers, oracle = TierConfig(1 << 20, 1 << 20, str(tmp_path)), oracle_of(4, 1, None, MODELS[name])
     document = np.random.default_rng(0).integers(0, VOCAB, 83).tolist()
@@ -115,7 +117,7 @@ def test_what_one_plan_stored_another_loads(name: str, tmp_path: Path) -> None:
         engine.pages.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 @pytest.mark.parametrize("count", [1, 5])
 def test_requests_move_to_an_engine_of_another_plan(name: str, count: int) -> None:
     """After its prompt, and in mid-decode: nothing but the next token is computed there."""
@@ -128,13 +130,20 @@ def test_requests_move_to_an_engine_of_another_plan(name: str, count: int) -> No
     first.submit(beginning(request, count, "lease"))
     run(first, outputs)
     handoff = Handoff.of(outputs[f"r{count}"])
-    source = LocalReceiver(layout, fingerprint).source(first.pages, "lease", layout, fingerprint)
+    receiver = LocalReceiver(layout, fingerprint)
+    source = receiver.source(first.pages, "lease", layout, fingerprint)
     second.submit(request, None, handoff, {"lease": source})
     final: dict[str, list[Output]] = {}
     run(second, final)
     (output,) = final[f"r{count}"]
     assert output.token_ids == oracle_of(4, 1, None, MODELS[name]).expected_tokens(list(request.prompt), EXACT)
     assert output.metrics.loaded_tokens == 60 + count - 1
+    # Sliding layers are sent of the pages alone that the next token sees.
+    window, sliding = MODELS[name]
+    size = layout.page_size
+    pages, seen = -(-(59 + count) // size), (59 + count) // size - window_span(window, size)
+    rows = pages * sliding.count(False) + (pages - seen) * sliding.count(True)
+    assert receiver.stats.bytes == rows * layout.page_bytes // layout.num_layers
     first.step()
     assert first.stats().window_pages_held == second.stats().window_pages_held == 0
 

@@ -204,6 +204,7 @@ def test_too_few_window_pages_are_refused() -> None:
     config = EngineConfig(num_pages=1000, page_size=16, max_running=4, token_budget=64, num_window_pages=20)
     with pytest.raises(ValueError, match="num_window_pages must be at least 44 for max_running=4 and a window of 100"):
         config.count_window_pages(100, ParallelPlan(), 1000, 10_000)
-    assert config.count_window_pages(None, ParallelPlan(), 1000, 10_000) == 0
+    with pytest.raises(ValueError, match="num_window_pages must be None without sliding layers, got 20"):
+        config.count_window_pages(None, ParallelPlan(), 1000, 10_000)
     assert config.count_window_pages(100, ParallelPlan(), 10, 10_000) == 10
     assert window_span(1, 16) == 0

@@ -54,14 +54,31 @@ def test_utilisation_is_never_above_one(name: str) -> None:
                 assert 0 < mbu(config, work, device, plan, seconds) <= 1
 
 
-def test_an_all_reduce_over_hosts_takes_longer_the_more_there_are() -> None:
-    """Hop latencies of the network add up as those of a tree: 2 log2(hosts) of 19 us each at least."""
-    topology = Topology.preset("meta-gtt")
-    wider = [topology, *(all_reduce_over_hosts(topology, hosts) for hosts in (2, 4, 8))]
-    seconds = [each.hardware("tensor").collective(1e9) for each in wider]
-    assert seconds == sorted(set(seconds))
-    wide = predictor(MODELS["llama-3-405b"], topology, ParallelPlan(tensor=16))
-    assert wide.seconds(Work(1)) > 126 * 2 * 2 * 19e-6
+@pytest.mark.parametrize("name", ["meta-gtt", "a100-800g"])
+def test_an_all_reduce_over_hosts_takes_as_long_as_its_slower_level(name: str) -> None:
+    """Hop latencies of the network add up as those of a tree, and both levels send at the same time."""
+    topology = Topology.preset(name)
+    inner, outer = topology.link("tensor"), topology.link("context")
+    hop, network = outer.reduce_latency or outer.latency, topology.hardware("context").collective(1, count=0)
+    llama, rows = MODELS["llama-3-405b"], 1 << 16
+    for hosts, hops in ((2, 2), (4, 4), (8, 6)):
+        wider = all_reduce_over_hosts(topology, hosts)
+        many = 2.0**30
+        across = 2 * (hosts - 1) / hosts / 8 * many * network
+        if inner.reduce_table is None:
+            sent = 2 * (8 * hosts - 1) / (8 * hosts) * many
+            found = wider.hardware("tensor").collective(sent)
+            within = topology.hardware("tensor").collective(2 * 7 / 8 * many)
+            assert found == pytest.approx(max(within, across + inner.collective_latency) + hops * hop)
+        else:
+            table = wider.link("tensor").reduce_table
+            for size in (256, 2**20, many):
+                found, within = table.reduce(size, 8 * hosts), inner.reduce_table.reduce(size, 8)
+                assert found == pytest.approx(max(within, across * size / many) + hops * hop)
+            assert found < within + across
+        plan = ParallelPlan(tensor=8 * hosts)
+        seconds = predictor(llama, topology, plan, max_rows=rows).seconds(Work(rows))
+        assert seconds > 126 * 2 * (2 * (hosts - 1) / hosts / 8 * rows * 16384 * 2 * network + hops * hop)
 
 
 def test_plans_that_do_not_suit_are_refused() -> None:

@@ -16,6 +16,7 @@ from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.sequence import completion_of
 from longctx.simulation import EventLoop, Instance, Record, Simulation
+from longctx.simulation.instance.repeated_decodes import advance, count_repeats
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=200_000)
@@ -161,7 +162,7 @@ def test_a_core_that_is_advanced_is_as_after_as_many_steps(stages: int) -> None:
     _, steps = core_at(np.inf, plan, requests)
     core, ended = core_at(steps[100].finished, plan, requests)
     times, batches = 30, core.in_flight.in_stages
-    assert core.repeats > times
+    assert count_repeats(core) > times
     busy = sum(bool(batch.chunks) for batch in batches)
     new = steps[len(ended) : len(ended) + times * busy]
     ends = {
@@ -171,7 +172,7 @@ def test_a_core_that_is_advanced_is_as_after_as_many_steps(stages: int) -> None:
     }
     seconds = {step.number: step.rank_seconds[0] for step in steps}
     predicted, now = [step.predicted for step in new], new[-1].finished
-    core.advance(times, ends, lambda number: seconds.get(number, 0.0), predicted, now)
+    advance(core, times, ends, lambda number: seconds.get(number, 0.0), predicted, now)
 
     other, _ = core_at(now, plan, requests)
     assert core.stats() == other.stats()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.serving.kv_cache.connector import PageBlock, PageRead
+from longctx.serving.kv_cache.connector import WHOLE, Needed, PageBlock, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages
 from longctx.serving.kv_cache.leases import LeaseGone as LeaseGone
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
@@ -91,9 +91,12 @@ class Wanted(NamedTuple):
     first: int
     num_pages: int
     part: PageSlice
+    needed: Needed = WHOLE
 
 
-def find_wanted(held: list[Key], keys: list[Key], part: PageSlice, layout: PageLayout) -> Wanted:
+def find_wanted(
+    held: list[Key], keys: list[Key], part: PageSlice, layout: PageLayout, needed: Needed = WHOLE
+) -> Wanted:
     """Find pages in a lease of pages with the keys `held`.
 
     Raises:
@@ -105,7 +108,10 @@ def find_wanted(held: list[Key], keys: list[Key], part: PageSlice, layout: PageL
     if first < 0 or held[first : first + len(keys)] != keys:
         raise ValueError("the lease has pages of other keys: another prompt, tenant, or secret of the KV cache")
     layout.check_part(part)
-    return Wanted(first, len(keys), part)
+    stops = [-1, *(at for layers in needed.layers for at in layers)]
+    if sorted({*stops}) != stops or stops[-1] > layout.num_layers or not 0 <= needed.pages < len(keys):
+        raise ValueError(f"what is needed must be ascending layers of pages before the last one, got {needed}")
+    return Wanted(first, len(keys), part, needed)
 
 
 def export_pages(
@@ -126,12 +132,15 @@ def export_pages(
     row_bytes = layout.page_bytes // layout.num_layers
     group = min(_MAX_PAGES, max(1, options.read_bytes // (row_bytes * (wanted.part.layers[1] - wanted.part.layers[0]))))
     reads: deque[tuple[int, PageRead]] = deque()
-    next_page = 0  # the first that no read has begun of
+    parts, early = wanted.needed.parts(wanted.part), wanted.needed.pages
+    next_page = 0 if parts else early  # the first that no read has begun of
     while (reads or next_page < wanted.num_pages) and not is_closed():
         ready = min(wanted.num_pages, len(exporter.lease(lease_id).pages) - wanted.first)
         while len(reads) < _READS and next_page < ready:
-            stop = min(next_page + group, ready)
-            read = exporter.read(lease_id, wanted.first + next_page, wanted.first + stop, wanted.part.layers)
+            stop, layers = min(next_page + group, ready), wanted.part.layers
+            if next_page < early:
+                stop, layers = min(stop, early), (parts[0].layers[0], parts[-1].layers[1])
+            read = exporter.read(lease_id, wanted.first + next_page, wanted.first + stop, layers)
             reads.append((next_page, read))
             next_page = stop
         if not reads:
@@ -139,7 +148,8 @@ def export_pages(
             continue
         first, read = reads.popleft()
         for block in read.result():
-            yield from cut(block._replace(first=first + block.first), wanted.part, options.block_bytes)
+            for part in parts if first < early else (wanted.part,):
+                yield from cut(block._replace(first=first + block.first), part, options.block_bytes)
 
 
 def cut(block: PageBlock, part: PageSlice, block_bytes: int) -> Iterator[PageBlock]:

@@ -14,7 +14,7 @@ from typing import Any
 from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import WHOLE, Arrivals, Needed, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -109,7 +109,7 @@ class LocalSource:
     fingerprint: bytes
     releases: bool
 
-    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+    def fetch(self, keys: List[Key], wake: Any, needed: Needed = WHOLE) -> PageFetch:
         receiver, deadline = self.receiver, time.monotonic() + self.receiver.options.deadline
         window = threading.Semaphore(receiver.options.window_blocks)
 
@@ -119,12 +119,15 @@ class LocalSource:
                 self.release()
 
         arrivals = Arrivals(
-            len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats.add_outcome
+            len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats.add_outcome, needed
         )
+
+        def is_closed() -> bool:
+            return arrivals.is_closed or time.monotonic() > deadline
 
         def run() -> None:
             try:
-                for block in self._blocks(list(keys), lambda: arrivals.is_closed or time.monotonic() > deadline):
+                for block in self._blocks(list(keys), needed, is_closed):
                     if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
                         break
                     receiver.stats.add_block(block.data.nbytes)
@@ -145,11 +148,11 @@ class LocalSource:
         """Release the lease: it will not be fetched."""
         self.exporter.release(self.lease_id)
 
-    def _blocks(self, keys: list[Key], is_closed: Callable[[], bool]) -> Iterator[PageBlock]:
+    def _blocks(self, keys: list[Key], needed: Needed, is_closed: Callable[[], bool]) -> Iterator[PageBlock]:
         """Yield the pages. Raises LeaseGone, or ValueError: the engines or keys don't fit together."""
         receiver = self.receiver
         receiver.layout.check_same(self.layout, f"lease {self.lease_id}")
         if self.fingerprint != receiver.fingerprint:
             raise ValueError("the pages are of another model or of other weights")
-        wanted = find_wanted(self.exporter.lease(self.lease_id).keys, keys, receiver.part, self.layout)
+        wanted = find_wanted(self.exporter.lease(self.lease_id).keys, keys, receiver.part, self.layout, needed)
         yield from export_pages(self.exporter, self.lease_id, self.layout, wanted, receiver.options, is_closed)

@@ -14,9 +14,10 @@ import xxhash
 from msgspec import Meta, Struct
 
 from longctx.cluster.transfer.stats import Outcome
+from longctx.serving.kv_cache.connector import WHOLE, Needed
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
-VERSION = 3
+VERSION = 4
 _DIGEST_BYTES = 8
 _MOST_TEXT = 500
 
@@ -46,6 +47,7 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
     heads: Range
     block_bytes: Annotated[int, Meta(ge=1, lt=2**41)]
     lease_timeout: Number = 0  # milliseconds within which a lease that is not there yet may come
+    needed: Needed = WHOLE
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):

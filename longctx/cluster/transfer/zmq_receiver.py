@@ -23,7 +23,7 @@ from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network, Socket
-from longctx.serving.kv_cache.connector import Arrivals, PageBlock, PageFetch
+from longctx.serving.kv_cache.connector import WHOLE, Arrivals, Needed, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
@@ -53,9 +53,9 @@ class RemoteSource:
     lease_timeout: float
     was_fetched: bool = False
 
-    def fetch(self, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
+    def fetch(self, keys: List[Key], wake: Callable[[], Any], needed: Needed = WHOLE) -> PageFetch:
         self.was_fetched = True
-        fetch = _Fetch(self.receiver, self, list(keys), wake)
+        fetch = _Fetch(self.receiver, self, list(keys), wake, needed)
         self.receiver.begin(fetch)
         return fetch.arrivals
 
@@ -277,11 +277,16 @@ class _Fetch(SocketThread):
       arrivals: what has come, for the engine.
     """
 
-    def __init__(self, receiver: PageReceiver, source: RemoteSource, keys: list[Key], wake: Callable[[], Any]) -> None:
+    def __init__(
+        self, receiver: PageReceiver, source: RemoteSource, keys: list[Key], wake: Callable[[], Any], needed: Needed
+    ) -> None:
         super().__init__("page fetch", receiver.options.silence_timeout)
         self._receiver, self.source, self._keys, self._layout = receiver, source, keys, receiver.layout
+        self._needed = needed
         drop = functools.partial(self.post, lambda: self._end("dropped"))
-        self.arrivals = Arrivals(len(keys), receiver.part, wake, self._note_taken, drop, receiver.stats.add_outcome)
+        self.arrivals = Arrivals(
+            len(keys), receiver.part, wake, self._note_taken, drop, receiver.stats.add_outcome, needed
+        )
         self._deadline = time.monotonic() + source.deadline
         self._streams: list[_Stream] = []
         self._num_pulled = 0  # blocks that are being read from registered memory
@@ -313,7 +318,7 @@ class _Fetch(SocketThread):
             stream.send(
                 messages.Open(
                     messages.VERSION, source.lease_id, self._keys, self._layout, receiver.fingerprint,
-                    *receiver.part, receiver.options.block_bytes, int(1000 * source.lease_timeout),
+                    *receiver.part, receiver.options.block_bytes, int(1000 * source.lease_timeout), self._needed,
                 )
             )  # fmt: skip
 

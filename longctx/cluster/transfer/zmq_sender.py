@@ -210,7 +210,11 @@ class PageSender(SocketThread):
     def _find(self, message: messages.Open) -> Wanted:
         """Find the pages that a receiver asks for in their lease. Raises LeaseGone or ValueError."""
         return find_wanted(
-            self._exporter.lease(message.lease).keys, message.keys, messages.part_of(message), self._layout
+            self._exporter.lease(message.lease).keys,
+            message.keys,
+            messages.part_of(message),
+            self._layout,
+            message.needed,
         )
 
     def _export(self, message: messages.Open, timeout: float, is_closed: Callable[[], bool]) -> Iterator[PageBlock]:

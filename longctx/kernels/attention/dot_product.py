@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.api import attention
-from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts
+from longctx.kernels.attention.operands import Implementation, Window, check_broadcasts, check_window
 
 
 @overload
@@ -66,9 +66,9 @@ def dot_product_attention(
     """Attention with the arguments and results of `jax.nn.dot_product_attention`, so that one import changes a model.
 
     Results are equal but for rows that see no key: they are 0, where `jax.nn` returns the mean of all values, unless
-    `query_seq_lengths` ends before them. Causality, lengths and the window empty blocks before anything is computed;
-    `bias` or `mask` is read in blocks, and scores are never in memory as a whole; both are first joined to one array of
-    the shape that they broadcast to.
+    `query_seq_lengths` ends before them, and have `lse = -inf`, where `jax.nn` has a large negative number. Causality,
+    lengths and the window empty blocks before anything is computed; `bias` or `mask` is read in blocks, and scores are
+    never in memory as a whole; both are first joined to one array of the shape that they broadcast to.
 
     Args:
       query: `[*B, T, N, H]`, floating point, with one batch dimension or none.
@@ -107,6 +107,7 @@ def dot_product_attention(
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have a shape [B, length, heads, H] or [length, heads, H], got {x.shape}")
     batch, length, kv_length = query.shape[:-3], query.shape[-3], key.shape[-3]
+    check_window(local_window_size, "local_window_size")
     positions: dict[str, Any] = {}
     if is_causal or local_window_size is not None:
         positions = {"q_positions": jnp.arange(length), "kv_positions": jnp.arange(kv_length)}

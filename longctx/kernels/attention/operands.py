@@ -147,14 +147,14 @@ def check_scale(scale: Real | None, head_size: int) -> float:
     return float(scale)
 
 
-def check_window(window: Window | None) -> tuple[int | None, int | None]:
+def check_window(window: Window | None, name: str = "window") -> tuple[int | None, int | None]:
     """Check a window and return the most tokens before a query, and after it, that it sees; None: any number."""
     if window is None:
         return None, None
     sides = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else (window, window)
     if len(sides) != 2 or not all(side is None or _is_count(side) for side in sides):
         raise ValueError(
-            "window must be None, an integer of 0 or more, or a pair of these (tokens before a query, and after it), "
+            f"{name} must be None, an integer of 0 or more, or a pair of these (tokens before a query, and after it), "
             f"got {window!r}"
         )
     return tuple(None if side is None else min(int(side), _MOST_TOKENS) for side in sides)  # type: ignore[return-value]
@@ -260,7 +260,9 @@ def check_types(q: Any, k: Any, v: Any) -> None:
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if 0 in (heads, kv_heads, q.shape[-1], v.shape[-1]) or heads % kv_heads:
+    if not v.shape[-1]:
+        raise ValueError(f"v must have a head size over 0, got {v.shape}")
+    if 0 in (heads, kv_heads, q.shape[-1]) or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
 
 

@@ -82,7 +82,8 @@ def paged_attention(
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: a slice of the pool would be a copy.
       q_first: `[T]` integers, the first position that each row sees: a window that is data, as where the layers of
-        one loop differ. None: no limit. Pages before it are not read, as are those before the window.
+        one loop differ. None: no limit. Blocks of keys before it are not read, as are those before the window.
+        A block on the edge is read whole: values of a page before it must be finite, as NaN there makes rows NaN.
       window: as for `attention`.
       sinks, logits_soft_cap: as for `attention`.
       scale: factor on the scores, a Python number, default `H ** -0.5`.

@@ -8,7 +8,7 @@ from itertools import islice
 from longctx.serving.scheduler.batch import Batch
 
 # Planning ahead hides some hundred microseconds. For longer than these seconds it isn't worth what an arrival waits.
-_AHEAD = 0.05
+AHEAD = 0.05
 
 
 class BatchQueue:
@@ -51,14 +51,14 @@ class BatchQueue:
         Args:
           seconds: that those of them are predicted to take that are not in later stages.
         """
-        return count < self.run_ahead + self._stages - 1 and sum(seconds) < _AHEAD
+        return count < self.run_ahead + self._stages - 1 and sum(seconds) < AHEAD
 
     def is_steady(self, least: float, most: float) -> bool:
         """Whether batches that compute leave room for others alike, as long as each takes between these seconds."""
-        return (self.run_ahead - 1) * most < _AHEAD or least >= _AHEAD
+        return (self.run_ahead - 1) * most < AHEAD or least >= AHEAD
 
     def advance(self, times: int, seconds: Callable[[int], float]) -> None:
-        """Advance as if the batches in the stages had been repeated, see `Core.advance`."""
+        """Advance as if the batches in the stages had been repeated, as if one by one."""
         steps = times * self._stages
         for batch in {id(each): each for each in (*self._in_stages, *self._queue)}.values():
             batch.advance(times, steps, seconds(batch.index + steps))

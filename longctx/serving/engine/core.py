@@ -13,10 +13,7 @@ The drivers are `Engine`, `Follower` in other processes, replays, and the simula
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
-
-import numpy as np
+from collections.abc import Iterable
 
 from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
@@ -265,54 +262,8 @@ class Core:
         self.scheduler.receive(sequence)
         return text, reason
 
-    @property
-    def repeats(self) -> int:
-        """Count how often the batches in the stages can repeat, see `advance`; 0 if the next step may differ."""
-        running, stages = self.scheduler.running, self.in_flight.in_stages
-        if self.leases or not self.scheduler.only_decodes:
-            return 0
-        batches = (*stages, *self.in_flight)
-        if sum(len(batch.chunks) for batch in stages) != len(running.decoding) or any(
-            batch.blocked or not all(chunk.decodes for chunk in batch.chunks) for batch in batches
-        ):
-            return 0
-        return min(map(self._plain_tokens, running.decoding))
-
-    def advance(
-        self,
-        count: int,
-        ends: Mapping[int, np.ndarray],
-        seconds: Callable[[int], float],
-        predicted: List[float],
-        now: float,
-    ) -> None:
-        """Advance as if the batches in the stages had been repeated, each time with the next token of each sequence.
-
-        This is the same as to `begin` and to `end` each of these steps, for drivers that need no events of them.
-
-        Args:
-          count: how often, at most `repeats`.
-          ends: when the steps end, float64 `[count]` of seconds, by the number of the batch that is repeated.
-          seconds: that a batch takes in a stage, by its number.
-          predicted: seconds of the steps that end meanwhile.
-          now: when the last of them ends.
-        """
-        longest = {number: float(np.diff(each).max(initial=0.0)) for number, each in ends.items()}
-        for batch in self.in_flight.in_stages:
-            for sequence in batch.sampled:
-                completion_of(sequence).advance(ends[batch.index], longest[batch.index])
-        self.in_flight.advance(count, seconds)
-        self.scheduler.advance(count, self.in_flight.in_stages, predicted)
-        self.counts["output_tokens"] += count * len(self.scheduler.running.decoding)
-        self.now = now
-
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """Return the last event of a sequence when a step has failed; nothing else can be done with it.
-
-        Args:
-          sequence: that was in the step.
-          error: what went wrong, a sentence.
-        """
+        """Return the last event of a sequence whose step has failed with an error; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)
@@ -372,15 +323,6 @@ class Core:
             decoding=len(decoding),
             decode_tokens=sum(sequence.computed for sequence in decoding),
         )
-
-    def _plain_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence can get before it ends, needs a page, or completes one."""
-        size = self.scheduler.running.page_size
-        left = sequence.prompt_length + sequence.max_tokens - sequence.length
-        room = len(sequence.pages) * size - sequence.computed
-        if self.page_hash is not None:
-            room = min(room, size - 1 - completion_of(sequence).num_known % size)
-        return min(left, room)
 
     def _fills_page(self, completion: Completion) -> bool:
         """Whether its last token completes a page that others may find."""

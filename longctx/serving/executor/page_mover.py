@@ -20,6 +20,7 @@ from typing import Any
 
 from longctx.serving.executor.interface import MoverStats as MoverStats
 from longctx.serving.kv_cache.connector import (
+    LeasedSource,
     Loaded,
     MissingParts,
     PageBlock,
@@ -124,7 +125,8 @@ class PageMover:
         now = self._clock()
         for request in batch.loads:
             assert request.name not in self._loads, f"{request.name} loads already"
-            missing = MissingParts(self.runner.transfer.needed(request.pages), self.runner.transfer.layout.whole)
+            transfer, windows = self.runner.transfer, () if request.windows is None else (request.windows,)
+            missing = MissingParts(transfer.needed(request.pages, *windows), transfer.layout.whole)
             with self._lock:
                 self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
         if batch.loads:
@@ -271,7 +273,7 @@ class PageMover:
             if load.fetch is None:
                 if load.source is None:
                     raise ValueError(f"load from {load.request.source!r}, which is unknown")
-                load.fetch = load.source.fetch(load.request.keys, self._news.set)
+                load.fetch = self._fetch(load.source, load.request)
             while not load.is_done and (room := self._max_placed - self.placed_bytes) > 0:
                 blocks = load.fetch.take(room)
                 if not blocks:
@@ -286,6 +288,12 @@ class PageMover:
             load.failed = load.is_over = True
         if load.is_over:
             self._arrived.set()
+
+    def _fetch(self, source: PageSource, request: PageLoad) -> PageFetch:
+        """Begin to fetch pages; what layers with a window don't need is not asked of other engines."""
+        if request.windows is None or not isinstance(source, LeasedSource):
+            return source.fetch(request.keys, self._news.set)
+        return source.fetch(request.keys, self._news.set, self.runner.transfer.needed_of(request.windows))
 
     def _place_block(self, load: _Load, block: PageBlock) -> None:
         windows = () if load.request.windows is None else (load.request.windows,)

@@ -87,7 +87,7 @@ class SubmitQueue:
 
     @property
     def last_end(self) -> float | None:
-        """When the last step ended, by the queue's clock; None: it may have ended long before."""
+        """Time at which the last step ended, by the queue's clock; None: it may have ended long before."""
         return None if self._was_late else self._last_end
 
     def move_to(

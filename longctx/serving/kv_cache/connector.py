@@ -68,6 +68,25 @@ class Loaded(NamedTuple):
     seconds: float
 
 
+class Needed(NamedTuple):
+    """The layers that are needed of the first `pages` pages of a load, as ranges `(first, stop)`; of others all are.
+
+    Layers with a sliding window need the pages that a later token sees, the last ones.
+    """
+
+    pages: int = 0
+    layers: tuple[tuple[int, int], ...] = ()
+
+    def parts(self, part: PageSlice) -> list[PageSlice]:
+        """Return what is needed of a part of the first pages."""
+        common = (part.intersect(PageSlice(each, part.heads)) for each in self.layers)
+        return [each for each in common if each is not None]
+
+
+WHOLE = Needed()
+"""All layers of all pages."""
+
+
 class PageBlock(NamedTuple):
     """Keys and values of consecutive pages of a load.
 
@@ -118,6 +137,10 @@ class PageSource(Protocol):
 @runtime_checkable
 class LeasedSource(PageSource, Protocol):
     """Pages that another engine keeps until they have been fetched or released."""
+
+    def fetch(self, keys: List[Key], wake: Any, needed: Needed = WHOLE) -> PageFetch:
+        """Begin to fetch pages, see `PageSource`; what is not needed of them need not come."""
+        ...
 
     def release(self) -> None:
         """Release the pages: no engine will fetch them any more. It may be called more than once, from any thread."""
@@ -196,10 +219,14 @@ class MissingParts:
         self._missing, self._part = missing, part
 
     @classmethod
-    def of(cls, num_pages: int, part: PageSlice) -> "MissingParts":
-        """All of a part of some pages."""
+    def of(cls, num_pages: int, part: PageSlice, needed: Needed = WHOLE) -> "MissingParts":
+        """All that is needed of a part of some pages."""
         layers, heads = (stop - first for first, stop in part)
-        return cls(np.ones((num_pages, layers, heads), bool), part)
+        missing = np.ones((num_pages, layers, heads), bool)
+        missing[: needed.pages] = False
+        for each in needed.parts(part):
+            missing[: needed.pages, each.within(part)[0]] = True
+        return cls(missing, part)
 
     def add(self, block: PageBlock) -> None:
         """Note that a block has come."""
@@ -244,6 +271,7 @@ class Arrivals:
       on_taken: called with the tag of each block that the engine has taken, or will not take.
       on_close: called once, when the engine closes the fetch.
       on_outcome: called once, with how it ended.
+      needed: of the load.
 
     Attributes:
       outcome: how it ended; None: it has not. `complete`: all pages came. `dropped`: it was closed before.
@@ -258,10 +286,11 @@ class Arrivals:
         on_taken: Callable[[Any], None],
         on_close: Callable[[], None],
         on_outcome: Callable[[Any], None],
+        needed: Needed = WHOLE,
     ) -> None:
         self._wake, self._on_taken, self._on_close, self._on_outcome = wake, on_taken, on_close, on_outcome
         self._lock = threading.Lock()
-        self._total, self._missing = num_pages, MissingParts.of(num_pages, want)
+        self._total, self._missing = num_pages, MissingParts.of(num_pages, want, needed)
         self.num_come = self._num_taken = 0
         self._blocks: deque[tuple[PageBlock, Any, int]] = deque()  # with their tags, and `num_come` after them
         self._is_closed = False

@@ -156,21 +156,29 @@ class PagePool:
 
     def allocate(self, rank: int, reserved: bool, holder: int = 0) -> int:
         """A page of a rank, held once, with nothing of use in it: a free one, else the least recently used idle one."""
+        return self.allocate_many(rank, 1, int(reserved), holder)[0]
+
+    def allocate_many(self, rank: int, count: int, reserved: int, holder: int = 0) -> list[int]:
+        """Return as many pages of a rank, of which the first `reserved` were promised, as `allocate` does."""
         self.reserved[rank] -= reserved
-        assert self.available(rank) > 0, f"no page is available on rank {rank}"
-        if self._free[rank]:
-            page = self._free[rank].pop()
-        else:
-            page, _ = self._idle[rank].popitem(last=False)
+        assert self.available(rank) >= count, f"no page is available on rank {rank}"
+        free, idle, references, holders = self._free[rank], self._idle[rank], self._references, self._holders
+        kept = max(0, len(free) - count)
+        pages = free[kept:]
+        pages.reverse()
+        del free[kept:]
+        while len(pages) < count:
+            page, _ = idle.popitem(last=False)
             key = self.forget(page)
             if self.on_evict is not None:
                 self.on_evict(page, key)
             self.num_evicted += 1
-        assert self._references[page] == 0
-        self._references[page] = 1
-        self._holders[page] = holder
-        self._count_alone(holder, rank, 1)
-        return page
+            pages.append(page)
+        for page in pages:
+            assert references[page] == 0
+            references[page], holders[page] = 1, holder
+        self._count_alone(holder, rank, count)
+        return pages
 
     def find(self, key: Key) -> int | None:
         return self._page_of.get(key)
@@ -215,19 +223,23 @@ class PagePool:
     def release(self, pages: Sequence[int], holder: int = 0) -> None:
         """Give back the pages of one sequence, in order. Those with a key become idle, the first the most recent."""
         self.num_returned += 1
+        references, holders, key_of, per_rank = self._references, self._holders, self._key_of, self.per_rank
+        returned = [0] * self.num_ranks
         for page in reversed(pages):
-            assert self._references[page] > 0, f"page {page} is not held"
-            rank = self.rank_of(page)
-            self._references[page] -= 1
-            self._holders[page] -= holder
-            if self._references[page] == 1:
-                self._count_alone(self._holders[page], rank, 1)
-            elif self._references[page] == 0:
-                self._count_alone(holder, rank, -1)
-                if self._key_of[page] is not None:
+            left, rank = references[page] - 1, page // per_rank
+            assert left >= 0, f"page {page} is not held"
+            references[page] = left
+            holders[page] -= holder
+            if not left:
+                returned[rank] += 1
+                if key_of[page] is not None:
                     self._idle[rank][page] = None
                 else:
                     self._free[rank].append(page)
+            elif left == 1:
+                self._count_alone(holders[page], rank, 1)
+        for rank, count in enumerate(returned):
+            self._count_alone(holder, rank, -count)
         if not any(self.alone(holder)):
             self._alone.pop(holder, None)
 
@@ -252,6 +264,16 @@ class PagePool:
         self._page_of[key] = page
         self._key_of[page] = key
         return True
+
+    def register_many(self, pages: Sequence[int], keys: Sequence[Key]) -> list[bool]:
+        """Let held pages be found by their keys, as `register` does."""
+        key_of, page_of, are_new = self._key_of, self._page_of, []
+        for page, key in zip(pages, keys, strict=True):
+            is_new = key_of[page] is None and key not in page_of
+            if is_new:
+                page_of[key], key_of[page] = page, key
+            are_new.append(is_new or self.register(page, key))
+        return are_new
 
     def _replace(self, other: int, page: int) -> bool:
         """Let a page be found no more if it has lost its window page and another one with its contents has not."""

@@ -43,7 +43,7 @@ class KernelSeconds:
             raise ValueError(f"kernel must have finite numbers that are not negative, and an overlap, got {numbers}")
 
     def of_prompts(self, counts: List[int]) -> float:
-        """Seconds of longer chunks of so many tokens, at least one chunk."""
+        """Seconds of longer chunks of that many tokens, at least one chunk."""
         path = min(self.path * max(counts), self.path_most)
         return self.prompts + path + self.row * sum(counts) + self.chunk * len(counts)
 
@@ -122,13 +122,14 @@ def pairs_and_keys(start: int, stop: int, chunk: int) -> tuple[int, int]:
 
 
 def shorter(per_pair: float, per_key: float, start: int, count: int) -> float:
-    """The smaller of a chunk's seconds of products and of reading keys."""
+    """The smaller of a chunk's seconds of products and of reading keys; `start` may be an array."""
     pairs = count * start + count * (count + 1) // 2
-    return min(per_pair * pairs, per_key * (start + count))
+    products, reads = per_pair * pairs, per_key * (start + count)
+    return min(products, reads) if isinstance(start, int) else np.minimum(products, reads)
 
 
 def shorter_of_steps(per_pair: float, per_key: float, start: int, stop: int, chunk: int) -> float:
-    """The sum of `_shorter` over the chunks from `start` to `stop`."""
+    """The sum of `shorter` over the chunks from `start` to `stop`."""
     steps, rest = divmod(stop - start, chunk)
     # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
     pair, key = per_pair * chunk, per_key

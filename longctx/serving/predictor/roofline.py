@@ -225,7 +225,7 @@ def _sum_over_ranks(topology: Topology, tensor: int, context: int) -> tuple[floa
     """Seconds, and seconds a byte, by which an all-reduce over `tensor` and `context` exceeds one over `tensor`.
 
     Over one kind of link it is one ring. Else GPUs of the same place in all hosts reduce a share of the bytes, by a
-    tree, as in `all_reduce_over_hosts` of the simulation.
+    tree; sums of the few rows of decodes are too short for one level to hide the other, so that all of it counts.
     """
     link, hardware = topology.link("context"), topology.hardware("context")
     per_byte = hardware.collective(1, count=0)

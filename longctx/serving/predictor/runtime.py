@@ -7,7 +7,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,6 +68,36 @@ def window_of(predictor: Predictor) -> int:
     return getattr(predictor, "window", 0)
 
 
+def seconds_of_many(predictor: Predictor, works: Work, count: int) -> np.ndarray:
+    """Return the seconds of many batches that differ in numbers of keys and pairs, and in where their chunks start.
+
+    Args:
+      works: of the batches: fields that differ are int64 `[count]`, and so is the start of a chunk.
+      count: of batches.
+
+    Returns:
+      float64 `[count]`, each equal to what `predictor.seconds` gives for the batch alone.
+    """
+
+    def one(number: int) -> float:
+        chunks = tuple(tuple(_item(value, number) for value in chunk) for chunk in works.chunks)
+        return predictor.seconds(Work(*(_item(value, number) for value in works))._replace(chunks=chunks))
+
+    # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
+    try:
+        found: Any = predictor.seconds(works)
+    except (TypeError, ValueError):
+        found = None
+    is_alike = isinstance(found, np.ndarray) and found.shape == (count,)
+    if is_alike and all(found[number] == one(number) for number in (0, count - 1)):
+        return found
+    return np.array([one(number) for number in range(count)])
+
+
+def _item(value: Any, number: int) -> Any:
+    return int(value[number]) if isinstance(value, np.ndarray) else value
+
+
 def check_predictor(predictor: Predictor, rows: int) -> Predictor:
     """Check that a predictor predicts steps of up to `rows` rows, and return it.
 
@@ -111,7 +141,7 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
       >>> from longctx.simulation.hardware import predictor
       >>> seconds = predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink", max_rows=512)
       >>> readable_tokens(seconds, tpot=0.03, stages=1, most=10**7)
-      468863
+      570328
     """
     alone = Work(window=window_of(predictor))
 
@@ -372,10 +402,11 @@ class CurvePredictor:
             if count == 1:  # it counts as a decode
                 return self.seconds(work.with_chunk(start, 1, False))
             own = count * start + count * (count + 1) // 2
-            prompts = per_pair * (pairs + own) + per_key * (keys + count) + kernel.of_prompts([*counts, count])
+            prompts = per_pair * (pairs + own) + per_key * (keys + count)
             if overlap:
                 prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
-            return linear(rows + count) + prompts + decodes + logits
+            # In the order of `seconds`, so that both are the same to the last bit.
+            return linear(rows + count) + (prompts + kernel.of_prompts([*counts, count]) + decodes) + logits
 
         return seconds
 

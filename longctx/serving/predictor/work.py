@@ -1,7 +1,9 @@
 """`Work`: the features of a batch from which its time is predicted."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from longctx.parallel.cost import window_keys, window_pairs
 
@@ -76,6 +78,21 @@ class Work(NamedTuple):
             return work
         in_window = tuple((window_pairs(*each, window), window_keys(*each, window)) for each in longer)
         return work._replace(window=window, window_decode_keys=seen, window_chunks=in_window)
+
+    @classmethod
+    def of_many(cls, decodes: int, decode_keys: np.ndarray | int, starts: np.ndarray, tokens: int) -> "Work":
+        """The works of batches of some decodes and a chunk of 0 or several tokens, as `seconds_of_many` takes them.
+
+        Args:
+          decode_keys: that the decodes attend to, int64 `[batches]` or the same for all.
+          starts: tokens before each chunk, int64 `[batches]`.
+        """
+        if not tokens:
+            return cls(decodes, decodes, decode_keys)  # type: ignore[arg-type]
+        pairs: Any = tokens * starts + tokens * (tokens + 1) // 2
+        keys: Any = decode_keys
+        chunk: Any = starts, tokens
+        return cls(decodes + tokens, decodes, keys, (chunk,), pairs, chunk[0] + tokens)
 
     def with_chunk(
         self, start: int, count: int, samples: bool, replicated: bool = False, window: int | None = None

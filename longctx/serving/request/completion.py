@@ -133,6 +133,10 @@ class Completion:
         """Append the keys of its full pages that `keys` does not have yet."""
         page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))
 
+    def keys_after(self, keys: "list[Key]", page_hash: "PageHash", tokens: int) -> None:
+        """Append the keys of the full pages that it will have after more tokens; only where no token is needed."""
+        raise NotImplementedError("tokens that are not known have no keys")
+
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
         """Add log probabilities of the prompt's tokens from `start` on; after preemption some of them are known."""
         known = self.prompt_logprobs

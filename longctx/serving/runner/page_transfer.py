@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_of_stages, layers_per_stage
-from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.connector import Needed, PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.runner.layer_pages import LayerPages
 from longctx.serving.runner.page_programs import PoolShape, compile_read, compile_write, cut_block, slice_pages
@@ -166,6 +166,7 @@ class PageTransfer:
         self.devices = {device: part for device, part in parts.items() if device.process_index == jax.process_index()}
         self._pools = LayerPages.of(config, mesh.shape["stage"], num_pages, num_window_pages)
         self._num_pages, self._num_ranks = num_pages, mesh.shape["context"]
+        self._sliding = np.array(config.sliding_layers or (False,) * config.num_layers, bool)
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._layers = layers_per_stage(config.num_layers, mesh.shape["stage"])
         heads = next(iter(parts.values())).part.heads
@@ -253,13 +254,25 @@ class PageTransfer:
         ]
         return PagedCache(*arrays), done if self._is_cpu else []
 
-    def needed(self, pages: List[int]) -> np.ndarray:
-        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
+    def needed(self, pages: List[int], window_pages: List[int] | None = None) -> np.ndarray:
+        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`.
+
+        Where a page has no window page they have none of its sliding layers.
+        """
         ranks, layout = self._check_pages(pages) // self._num_pages, self.layout
         has = np.zeros((len(ranks), layout.num_layers, layout.num_kv_heads), bool)
         for own in self.devices.values():
             has[np.ix_(ranks == own.rank, np.arange(*own.part.layers), np.arange(*own.part.heads))] = True
+        if window_pages is not None:
+            has[np.ix_(np.array(window_pages) < 0, self._sliding)] = False
         return has
+
+    def needed_of(self, window_pages: List[int]) -> Needed:
+        """Return what a load needs of pages whose first ones have no window page; the last one always comes whole."""
+        first = next((number for number, window in enumerate(window_pages) if window >= 0), len(window_pages))
+        full = np.flatnonzero(~self._sliding).tolist()
+        runs = [(full[first], full[stop - 1] + 1) for first, stop in _runs(np.array(full))] if full else []
+        return Needed(min(first, len(window_pages) - 1), tuple(runs))
 
     def compile(self) -> None:
         """Compile all programs of whole heads; for a block of fewer heads `place` compiles one."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
+import numpy as np
+
 from longctx.models.validation import shown
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
@@ -174,6 +176,42 @@ class Chunker:
                 break
         return step.shares
 
+    def keeps_rows(
+        self, rows: int, decodes: int, targets: List[float], seconds_of: Callable[[int], np.ndarray], count: int
+    ) -> np.ndarray:
+        """Return in which of many steps the only prompt gets as many rows as before, bool `[count]`, as by `fill`.
+
+        The prompt has more tokens left than a step, and pages on one rank.
+
+        Args:
+          rows: of each step, decodes included.
+          targets: the least TPOT target of the decodes that wait for the steps; empty: none has one.
+          seconds_of: seconds of the steps with a chunk of some tokens, float64 `[count]`; of none: without the prompt.
+          count: of steps.
+        """
+        most, none = self.chunking.tokens, np.zeros(count, bool)
+        if self.plan.stage > 1:
+            if {*self._recent} != {rows} or (rows < most and self._grown > -self.plan.stage):
+                return none
+            most = min(most, self._ramp(decodes))
+        elif self._buckets[-1] < most:
+            return none
+        fewer = self._smaller_program(most) if self.chunking.adaptive else 0
+        if rows not in (most, fewer) or min(rows, most) < decodes + 2:
+            return none
+        if not self.chunking.adaptive:
+            return ~none
+        limit = (targets[0] if targets else self.step_seconds) / self.plan.stage
+        if limit == math.inf or fewer == decodes + 1:
+            return none
+        alone, all_seconds = seconds_of(0), seconds_of(most - decodes)
+        fits = np.maximum(alone, all_seconds) <= limit  # else a smaller chunk is searched for
+        if fewer <= decodes:
+            return fits
+        smaller, larger = np.maximum(alone, seconds_of(fewer - decodes)), np.maximum(alone, all_seconds)
+        is_fewer = (most - decodes) * smaller < (fewer - decodes) * larger
+        return fits & (is_fewer if rows == fewer else ~is_fewer)
+
     @property
     def heeds_targets(self) -> bool:
         """Whether some steps are as long as the TPOT targets of decodes allow; else those need not be known."""
@@ -207,7 +245,7 @@ class Chunker:
 
     @property
     def history(self) -> tuple[tuple[int, ...], int]:
-        """What is remembered of the batches before: it can be set to what it was."""
+        """State that is remembered of the batches before, which can be set again."""
         return tuple(self._recent), self._grown
 
     @history.setter
@@ -307,11 +345,16 @@ class Chunker:
         The last chunk of a prompt stays whole. On several ranks programs have rows of three kinds, which are not
         filled.
         """
-        fewer = max((bucket for bucket in self._buckets if bucket < step.rows + count), default=0) - step.rows
+        fewer = self._smaller_program(step.rows + count) - step.rows
         if self.plan.context > 1 or not 0 < fewer < count or count == sequence.remaining:
             return count
         smaller, larger = step.seconds_with(sequence, fewer), step.seconds_with(sequence, count)
         return fewer if count * smaller < fewer * larger else count
+
+    def _smaller_program(self, rows: int) -> int:
+        """Return the largest number of rows below these that steps are compiled for; 0 if there is none."""
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at - 1] if at else 0
 
     def _smallest(self, start: int, efficient: float) -> int:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)

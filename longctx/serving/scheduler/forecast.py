@@ -5,10 +5,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
@@ -205,6 +207,39 @@ class Forecast:
         else:
             start, stop = sequence.computed - count, sequence.length
             sequence.prefill_remaining -= self.time.step_seconds(start, count, stop, sequence.tpot_target)
+
+    def advance_many(self, sequence: Sequence, tokens: np.ndarray) -> tuple[list[float], list[int]]:
+        """Predict the rest of a prompt after each of many steps, each time as `advance` does.
+
+        Args:
+          sequence: that has the first of the steps' tokens next; on one rank.
+          tokens: of each step, int64 `[steps]`; after the last, more than a step's are left.
+
+        Returns:
+          `prefill_remaining` and `predicted_at` after each step.
+        """
+        begin, length, rows = sequence.computed, sequence.length, self.time.rows
+        ends = begin + np.cumsum(tokens)
+        works = Work.of_many(0, 0, ends - tokens, rows)
+        taken = seconds_of_many(self._predictor, works, len(tokens)) * tokens / rows
+        rest, predicted, at = list[float](), list[int](), 0
+        while at < len(tokens):
+            # As many as are subtracted before the rest is predicted as a whole.
+            later = _PARTS * (ends[at:] - sequence.predicted_at) > length - ends[at:]
+            count = int(later.argmax()) if later.any() else len(later)
+            run = np.concatenate([[sequence.prefill_remaining], taken[at : at + count]])
+            rest += np.subtract.accumulate(run)[1:].tolist()
+            predicted += [sequence.predicted_at] * count
+            at += count
+            sequence.prefill_remaining = rest[-1] if rest else sequence.prefill_remaining
+            if at < len(tokens):
+                sequence.computed = int(ends[at])
+                self.update(sequence)
+                rest.append(sequence.prefill_remaining)
+                predicted.append(sequence.predicted_at)
+                at += 1
+        sequence.computed = int(ends[-1])
+        return rest, predicted
 
     def rank_load(self, prompts: Iterable[Sequence]) -> list[float]:
         """Seconds of prompts that each rank has to compute: of the rest of each, on all ranks that compute it next."""

@@ -201,7 +201,14 @@ class Running:
         first, placement = len(sequence.pages), sequence.placement
         assert placement is not None
         assert sequence.slot is not None
-        for number in range(first, self.pages_of(tokens)):
+        numbers = range(first, self.pages_of(tokens))
+        if self.pool.num_ranks == 1:  # at once, for there are many
+            reserved = min(len(numbers), sequence.reserved[0])
+            sequence.reserved[0] -= reserved
+            sequence.pages += self.pool.allocate_many(0, len(numbers), reserved, sequence.order)
+            sequence.rank_pages[0] += len(numbers)
+            sequence.ranks, numbers = (0,), range(0)
+        for number in numbers:
             rank = placement.rank(number)
             reserved = sequence.reserved[rank] > 0
             sequence.reserved[rank] -= reserved
@@ -215,7 +222,7 @@ class Running:
         """Offer full pages, whose tokens are known and planned to be computed, for sharing."""
         full = min(len(sequence.keys), sequence.computed // self.page_size)
         first = sequence.registered
-        are_new = [self.pool.register(sequence.pages[i], sequence.keys[i]) for i in range(first, full)]
+        are_new = self.pool.register_many(sequence.pages[first:full], sequence.keys[first:full])
         if self.pool.listener is not None:
             self._announce(self.pool.listener, sequence, first, are_new)
         if self.stores is not None:

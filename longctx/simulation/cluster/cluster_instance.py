@@ -117,5 +117,5 @@ class ClusterInstance:
     def host_pages(self) -> int:
         """Pages that the host's memory keeps."""
         config, tiers = self.config, self.config.tiers
-        page_bytes = cache_bytes(self.model, config.page_size, kv_dtype=config.kv_dtype)
+        page_bytes = config.page_size * cache_bytes(self.model, 1, kv_dtype=config.kv_dtype)
         return 0 if tiers is None else int(tiers.host_bytes // page_bytes)

@@ -99,7 +99,7 @@ class ClusterCore(Instance):
         )
         self.executor.notes_prompts = True
         self.keep_steps, self.is_dead = keep_steps, False
-        self.page_bytes = cache_bytes(spec.model, spec.config.page_size, kv_dtype=spec.config.kv_dtype)
+        self.page_bytes = spec.config.page_size * cache_bytes(spec.model, 1, kv_dtype=spec.config.kv_dtype)
         self.attach(loop, lambda request, metrics: None, seed)
         self.nic = Link(loop, spec.bandwidth, spec.latency)
         self._subs: dict[str, tuple[SubRequest, Sequence]] = {}

@@ -35,7 +35,7 @@ class HostTimes:
       ...     instance = Instance(model, config, seconds, host=host)
       ...     [served] = Simulation([instance]).run(synthesize(1, Lengths(100, 100), Lengths(50, 50))).served
       ...     print(round(served.tpot, 4))
-      0.0065
+      0.0062
       0.0197
     """
 

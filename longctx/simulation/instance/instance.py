@@ -116,7 +116,7 @@ class Instance:
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
-        page_bytes = cache_bytes(model, config.page_size, kv_dtype=config.kv_dtype)
+        page_bytes = config.page_size * cache_bytes(model, 1, kv_dtype=config.kv_dtype)
         self._tier = VirtualTier(kept, page_bytes) if kept else None
         self.keep_steps = True
 

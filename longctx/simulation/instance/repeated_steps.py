@@ -2,22 +2,22 @@
 
 While no sequence is admitted, ends, or needs a page, each step decodes the same sequences as the step `stage` steps
 before, one token later. Once such a period has been seen to repeat, the times of those to come are computed at once, as
-arrays, and the core is moved past them (`Core.advance`). The same floating point operations are done in the same order
+arrays, and the core is moved past them (`advance`). The same floating point operations are done in the same order
 as one by one, so both ways give the same times to the last bit.
 """
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.executor.submit_queue import SubmitQueue
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import completion_of
-from longctx.simulation.instance.virtual_executor import VirtualExecutor
+from longctx.simulation.instance.repeated_decodes import advance, count_repeats, settled_repeats
+from longctx.simulation.instance.virtual_executor import TokenlessExecutor
 from longctx.simulation.record import Totals
 
 _LEAST = 4  # periods for which computing arrays pays
@@ -32,7 +32,7 @@ class RepetitionFinder:
       predictor: predicts batches, and says how long they take.
     """
 
-    def __init__(self, core: Core, queue: SubmitQueue, executor: VirtualExecutor, predictor: Predictor) -> None:
+    def __init__(self, core: Core, queue: SubmitQueue, executor: TokenlessExecutor, predictor: Predictor) -> None:
         self.core, self.queue, self.executor, self.predictor = core, queue, executor, predictor
         # Of the last steps: their numbers, and what repeats if they do.
         self._seen: deque[tuple[int, object]] = deque(maxlen=core.scheduler.plan.stage)
@@ -42,7 +42,7 @@ class RepetitionFinder:
         if not self.core.scheduler.only_decodes:
             self._seen.clear()
             return None
-        if not self._repeats() or (periods := self.core.repeats) < _LEAST:
+        if not self._repeats() or (periods := count_repeats(self.core, not self.executor.has_tokens)) < _LEAST:
             return None
         steps = RepeatedSteps(self, periods)
         return steps if steps.is_even else None
@@ -65,16 +65,8 @@ class RepetitionFinder:
 
         In sliding layers they attend to `seen`, int64 `[n]`.
         """
-
-        def one(count: Any, in_window: Any) -> Any:
-            return self.predictor.seconds(Work(rows, rows, count, window=window, window_decode_keys=in_window))
-
-        found = one(keys, seen)
-        # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
-        is_alike = isinstance(found, np.ndarray) and found.shape == keys.shape
-        if is_alike and all(found[at] == one(int(keys[at]), int(seen[at])) for at in (0, -1)):
-            return found
-        return np.array([*map(one, keys.tolist(), seen.tolist())])
+        works = Work(rows, rows, keys, window=window, window_decode_keys=seen)  # type: ignore[arg-type]
+        return seconds_of_many(self.predictor, works, len(keys))
 
 
 class RepeatedSteps:
@@ -136,6 +128,8 @@ class RepeatedSteps:
         """Return how many whole periods end before a time, or at this time too."""
         ends = self._finished[self._stage - 1 : self._periods * self._stage : self._stage]
         periods = int(np.searchsorted(ends, now, side="right" if included else "left"))
+        if not included:
+            periods = settled_repeats(self._finder.core, periods)
         # Fewer would leave some of the batches in flight as they are.
         return periods if periods * self._stage > self._last - self._origin else 0
 
@@ -158,7 +152,7 @@ class RepeatedSteps:
             self._add_steps(steps, busy, ends)
         times = {batch.index: self._finished[place:count:stage] for place, batch in enumerate(self._groups)}
         predicted = self._ticks[busy].tolist()
-        core.advance(periods, times, lambda number: float(self._seconds[number - origin]), predicted, now)
+        advance(core, periods, times, lambda number: float(self._seconds[number - origin]), predicted, now)
         finder.queue.skip(count, now, lambda number: float(self._ticks[number - stage + 1 - origin]))
         finder.executor.advance(
             min(batch.index for batch in (*core.in_flight.in_stages, *core.in_flight)),

@@ -94,6 +94,9 @@ class TokenlessCompletion(Completion):
     def extend_keys(self, keys: list[Key], page_hash: PageHash) -> None:
         self._keys.extend(keys, self.num_known)
 
+    def keys_after(self, keys: list[Key], page_hash: PageHash, tokens: int) -> None:
+        self._keys.extend(keys, self.num_known + tokens)
+
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
         self.num_known += 1
         self.metrics.note_token(now)
