@@ -19,7 +19,7 @@ MAX_RUNNING = 256
 
 
 class Overheads(NamedTuple):
-    """What an engine's host takes, in seconds, fitted on one half of the runs.
+    """Overheads of an engine and its host, in seconds, fitted on one half of the runs.
 
     Attributes:
       step: of each step, beside what is predicted of the devices.

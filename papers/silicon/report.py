@@ -129,7 +129,7 @@ writes this page.
 
 A closed loop: each user sends a request when the one before has ended, ten in all. Prompts and outputs have the nominal
 lengths. On the fitted half that meets the measured times better than prompts of 0.8 to 1 of the nominal length, with
-which predicted TTFT is a fifth too short for all engines. Measured TTFT hardly depends on the length of outputs: so
+which predicted TTFT of vLLM and SGLang is a fifth too short. Measured TTFT hardly depends on the length of outputs: so
 outputs are equally long, and users stay in step. TTFT and TPOT are means over requests.
 
 - vLLM and TensorRT-LLM: prompts beside decodes, first come first served. A step has rows for one prompt and a decode of
@@ -139,8 +139,9 @@ outputs are equally long, and users stay in step. TTFT and TPOT are means over r
 - All plan a step while the one before runs. Weights and cache are FP8 where the run's are.
 - The front end takes {front_end:.0f} ms for each request, one after the other. It is assumed, not fitted.
 
-The two overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names. Nothing else
-is fitted to them. The devices are those of [simulation_hardware.md](../simulation_hardware.md).
+The two overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names: on the 56 with
+at most 16,500 tokens in flight that had been simulated then. `--fit` fits them on the whole half. The scheduling above
+was chosen by comparison with runs of both halves. The devices are those of [simulation_hardware.md](../simulation_hardware.md).
 
 AIConfigurator's rows below are its own estimates of the same runs, where `papers.silicon.peer` made them in an
 environment that has `aiconfigurator` 0.12. On the 344 Qwen3-32B runs on H100 that it predicts, among which are these,

@@ -58,11 +58,6 @@ class Run:
         return zlib.crc32(self.name.encode()) % 2 == 0
 
     @property
-    def plan(self) -> tuple[str, str, int, int, bool]:
-        """What is served: runs that differ in GPUs and users alone are plans to choose from."""
-        return self.engine, self.model, self.prompt_tokens, self.output_tokens, self.fp8_weights
-
-    @property
     def config(self) -> LlamaConfig:
         """Sizes of the model, with FP8 weights if the run has them."""
         model = dataclasses.replace(LlamaConfig.preset(MODELS[self.model]), max_positions=MAX_POSITIONS)
