@@ -14,13 +14,12 @@ from longctx.simulation.workloads import Lengths, WorkloadRequest, closed_loop, 
 from papers.silicon.runs import Run
 
 ROUNDS = 10  # requests of a user
-SHORTEST = 0.8  # of the prompt's nominal length, the shortest that is drawn
 FRONT_END = 0.002  # seconds of the front end for each request, one after the other
 MAX_RUNNING = 256
 
 
 class Overheads(NamedTuple):
-    """What an engine's host takes, in seconds, fitted on one half of the runs.
+    """Overheads of an engine and its host, in seconds, fitted on one half of the runs.
 
     Attributes:
       step: of each step, beside what is predicted of the devices.
@@ -47,22 +46,22 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "vllm": Engine("vllm-mixed", True, Overheads(0.0020, 0.069)),
-    "sglang": Engine("sglang", False, Overheads(0.0010, 0.216)),
-    "trtllm": Engine("trtllm", True, Overheads(0.0007, 0.057)),
+    "vllm": Engine("vllm-mixed", True, Overheads(0.0023, 0.024)),
+    "sglang": Engine("sglang", False, Overheads(0.0002, 0.111)),
+    "trtllm": Engine("trtllm", True, Overheads(0.0005, 0.057)),
 }
 
 
-def make_workload(run: Run, seed: int = 0) -> list[WorkloadRequest]:
+def make_workload(run: Run, shortest: float = 1.0, seed: int = 0) -> list[WorkloadRequest]:
     """Make the requests of a run: ten for each user, who sends the next one when the one before has ended.
-
-    Lengths of prompts are uniform between 0.8 and 1 of the nominal one. All outputs are equally long.
 
     Args:
       run: whose lengths and users count.
+      shortest: of the nominal length of prompts, the share that the shortest has; lengths are uniform from there. 1:
+        all are equal, with which the measured times are met best. Outputs are equally long.
       seed: of the lengths.
     """
-    prompts = Lengths(int(SHORTEST * run.prompt_tokens), run.prompt_tokens)
+    prompts = Lengths(int(shortest * run.prompt_tokens), run.prompt_tokens)
     outputs = Lengths(run.output_tokens, run.output_tokens)
     return closed_loop(synthesize(ROUNDS * run.users, prompts, outputs, seed=seed), run.users)
 

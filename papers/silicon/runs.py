@@ -33,7 +33,7 @@ class Run:
       name: that no other run has.
       engine: `"vllm"`, `"sglang"` or `"trtllm"`.
       model: name at Hugging Face.
-      prompt_tokens, output_tokens: of a request; prompts may be shorter by a fifth.
+      prompt_tokens, output_tokens: of a request.
       users: of the closed loop, each with one request at a time.
       tensor: GPUs.
       fp8_weights, fp8_cache: whether weights of layers, and keys and values, are FP8; else they are bfloat16.
@@ -56,11 +56,6 @@ class Run:
     def is_fitted(self) -> bool:
         """Whether it belongs to the half on which overheads are fitted, by a checksum of its name."""
         return zlib.crc32(self.name.encode()) % 2 == 0
-
-    @property
-    def plan(self) -> tuple[str, str, int, int, bool]:
-        """What is served: runs that differ in GPUs and users alone are plans to choose from."""
-        return self.engine, self.model, self.prompt_tokens, self.output_tokens, self.fp8_weights
 
     @property
     def config(self) -> LlamaConfig:
