@@ -99,10 +99,14 @@ def _run(row: dict[str, str]) -> Run:
         row["id"],
         row["backend"],
         row["model_path"],
-        *(int(row[name]) for name in ("isl", "osl", "batch_size", "tp_size")),
+        int(row["isl"]),
+        int(row["osl"]),
+        int(row["batch_size"]),
+        int(row["tp_size"]),
         row["gemm_quant_mode"] == "fp8",
         row["precision"] == "fp8",
-        *(float(row[name]) / 1e3 for name in ("silicon_ttft_ms", "silicon_tpot_ms")),
+        float(row["silicon_ttft_ms"]) / 1e3,
+        float(row["silicon_tpot_ms"]) / 1e3,
     )
 
 
