@@ -141,7 +141,8 @@ outputs are equally long, and users stay in step. TTFT and TPOT are means over r
 
 The two overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names: on the 56 with
 at most 16,500 tokens in flight that had been simulated then. `--fit` fits them on the whole half. The scheduling above
-was chosen by comparison with runs of both halves. The devices are those of [simulation_hardware.md](../simulation_hardware.md).
+was chosen by comparison with runs of both halves. The devices are those of
+[simulation_hardware.md](../simulation_hardware.md).
 
 AIConfigurator's rows below are its own estimates of the same runs, where `papers.silicon.peer` made them in an
 environment that has `aiconfigurator` 0.12. On the 344 Qwen3-32B runs on H100 that it predicts, among which are these,
