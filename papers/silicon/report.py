@@ -129,8 +129,8 @@ writes this page.
 
 A closed loop: each user sends a request when the one before has ended, ten in all. Prompts and outputs have the nominal
 lengths. On runs of both halves that meets the measured times better than prompts of 0.8 to 1 of the nominal length,
-with which predicted TTFT of vLLM and SGLang is a fifth too short. Measured TTFT hardly depends on the length of outputs: so
-outputs are equally long, and users stay in step. TTFT and TPOT are means over requests.
+with which predicted TTFT of vLLM and SGLang is a fifth too short. Measured TTFT hardly depends on the length of outputs:
+so outputs are equally long, and users stay in step. TTFT and TPOT are means over requests.
 
 - vLLM and TensorRT-LLM: prompts beside decodes, first come first served. A step has rows for one prompt and a decode of
   each user, as AIConfigurator's estimate has by default (`ctx_tokens`). That is inferred from TTFT: with 8,192 rows a
@@ -149,7 +149,6 @@ environment that has `aiconfigurator` 0.12. On the 344 Qwen3-32B runs on H100 th
 its mean errors are: TPOT 14.2 % (vLLM), 25.3 % (SGLang), 12.3 % (TensorRT-LLM); TTFT 41.2, 85.2 and 39.6 %.
 
 Not explained: TTFT of Llama-3.1-8B on TensorRT-LLM, which grows with the length of outputs at 8 users and exceeds the
-prediction by 0.4 to 0.7 s from 64 users on. The two runs of vLLM with FP8 weights
-are several times faster than predicted. Steps with prompts on 8 GPUs take longer than predicted where prompts are
-short.
+prediction by 0.4 to 0.7 s from 64 users on. The two runs of vLLM with FP8 weights are several times faster than
+predicted. Steps with prompts on 8 GPUs take longer than predicted where prompts are short.
 """
