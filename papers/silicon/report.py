@@ -129,8 +129,8 @@ writes this page.
 
 A closed loop: each user sends a request when the one before has ended, ten in all. Prompts and outputs have the nominal
 lengths. On runs of both halves that meets the measured times better than prompts of 0.8 to 1 of the nominal length,
-with which predicted TTFT of vLLM and SGLang is a fifth too short. Measured TTFT hardly depends on the length of outputs:
-so outputs are equally long, and users stay in step. TTFT and TPOT are means over requests.
+with which predicted TTFT of vLLM and SGLang is a fifth too short. Measured TTFT hardly depends on the length of
+outputs: so outputs are equally long, and users stay in step. TTFT and TPOT are means over requests.
 
 - vLLM and TensorRT-LLM: prompts beside decodes, first come first served. A step has rows for one prompt and a decode of
   each user, as AIConfigurator's estimate has by default (`ctx_tokens`). That is inferred from TTFT: with 8,192 rows a
