@@ -46,7 +46,7 @@ SLOW = [
         ((2, 2, 2), ("interleave", "auto")),
     ]
     for name in MODELS
-    if (name, sizes, strategy) not in QUICK
+    if (name, sizes, strategy) not in QUICK and (name, sizes) != ("sliding", (1, 4, 1))  # whose prompts do not grow
 ]
 
 
@@ -59,7 +59,8 @@ def test_tokens_equal_those_of_the_dense_model(
     name: str, sizes: tuple[int, int, int], strategy: tuple[str, str]
 ) -> None:
     """Prompts in chunks and decodes mixed, sessions, shared prefixes, several completions, cancels."""
-    check_tokens(sizes, strategy, events=60, layers=4, windows=MODELS[name])
+    events = 120 if sizes[1] == 4 else 60  # on four ranks prompts seldom grow from one to another
+    check_tokens(sizes, strategy, events=events, layers=4, windows=MODELS[name])
 
 
 @pytest.mark.parametrize("strategy", [GROWN, pytest.param(SINGLE, marks=pytest.mark.slow)], ids=str)

@@ -64,10 +64,13 @@ class TieredExecutor(FakeExecutor):
             tokens = np.concatenate([tokens, np.stack(kept)], 1)
         return _Read(self._layout, np.repeat(tokens.astype(np.int32)[:, :, None, :, None, None], 2, axis=2))
 
-    def _needed(self, pages: List[int]) -> np.ndarray:
+    def _needed(self, pages: List[int], windows: List[int] | None = None) -> np.ndarray:
         for page in pages:  # a load begins
             self._at(page)[:] = LOST
-        return np.ones((len(pages), self._layout.num_layers, 1), bool)
+        has = np.ones((len(pages), self._layout.num_layers, 1), bool)
+        if windows is not None:
+            has[np.array(windows) < 0, self._num_layers :] = False
+        return has
 
     def _place_block(self, pages: List[int], block: PageBlock, windows: List[int] | None = None) -> Any:
         own = slice(block.first, block.first + len(block.data))

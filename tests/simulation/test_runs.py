@@ -25,7 +25,7 @@ class _Interrupt(Exception):
 @pytest.mark.parametrize("events", [1, 6, 13])
 def test_a_run_after_an_interrupted_one_is_as_the_first(events: int) -> None:
     """Some of these interrupt it within a run of decodes that are one event."""
-    requests = [WorkloadRequest(0.0, 8, 2000), WorkloadRequest(5.0, 8, 3, number=1)]
+    requests = [WorkloadRequest(0.0, 8, 2000), WorkloadRequest(5.004, 8, 3, number=1)]  # within a step
 
     def interrupt(record: Record) -> None:
         if simulated.loop.num_events >= events:
