@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,7 @@ class Device:
             return stored_operators("products", self.products)
         return self.products or {}
 
-    def product_curve(self, n: Real, k: Real, element_bytes: Real) -> tuple[tuple[int, ...], np.ndarray]:
+    def product_curve(self, n: Real, k: Real, element_bytes: Real) -> tuple[Sequence[int], np.ndarray]:
         """Knots of rows, ascending, and the seconds of those rows times weights `[k, n]`, `[knots]` float64.
 
         Raises:

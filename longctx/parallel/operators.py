@@ -7,7 +7,7 @@ Products and all-reduces are tables of a few hundred numbers, attention is a doz
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,9 @@ class ProductTable:
       [2.6e-05, 0.0001052]
     """
 
-    rows: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ratios: tuple[int, ...]
+    rows: Sequence[int]
+    sizes: Sequence[int]
+    ratios: Sequence[int]
 
     def __post_init__(self) -> None:
         for name in ("rows", "sizes", "ratios"):
@@ -191,8 +191,8 @@ class ReduceTable:
       ValueError: numbers don't agree, or they don't ascend.
     """
 
-    sizes: tuple[int, ...]
-    seconds: Mapping[int, tuple[float, ...]] = dataclasses.field(hash=False)
+    sizes: Sequence[int]
+    seconds: Mapping[Any, Sequence[float]] = dataclasses.field(hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))

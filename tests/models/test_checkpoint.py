@@ -330,9 +330,9 @@ def index(weight_map: Any) -> Callable[[Path], None]:
             ["model.safetensors", "index.json"],
         ),
         (edit_config(architectures=["GPT2LMHeadModel"]), ValueError, ["GPT2LMHeadModel"]),
-        (edit_config(num_hidden_layers=5), CheckpointError, ["model.layers.4."]),
+        (edit_config(num_hidden_layers=5, layer_types=None), CheckpointError, ["model.layers.4."]),
         (
-            edit_config(num_hidden_layers=3),
+            edit_config(num_hidden_layers=3, layer_types=None),
             CheckpointError,
             ["model.safetensors", "unexpected", "model.layers.3."],
         ),
@@ -391,7 +391,11 @@ def index(weight_map: Any) -> Callable[[Path], None]:
         ],
         (index(lambda names: dict.fromkeys(names, "a" * 10_000)), FileNotFoundError, ["index.json", "aaa"]),
         (index(lambda names: dict.fromkeys(names, "\0")), FileNotFoundError, ["index.json"]),
-        (edit_config(num_hidden_layers=16_000), CheckpointError, ["num_hidden_layers is 16000", "51 tensors"]),
+        (
+            edit_config(num_hidden_layers=16_000, layer_types=None),
+            CheckpointError,
+            ["num_hidden_layers is 16000", "51 tensors"],
+        ),
         (edit_config(num_hidden_layers=10**7), ValueError, ["num_hidden_layers", "10000000"]),
     ],
 )

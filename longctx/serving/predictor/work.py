@@ -84,8 +84,10 @@ class Work(NamedTuple):
         """The works of batches of some decodes and a chunk of 0 or several tokens, as `seconds_of_many` takes them.
 
         Args:
+          decodes: of each batch.
           decode_keys: that the decodes attend to, int64 `[batches]` or the same for all.
           starts: tokens before each chunk, int64 `[batches]`.
+          tokens: of each chunk; 0: there is none.
         """
         if not tokens:
             return cls(decodes, decodes, decode_keys)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx import extras
-from longctx.plotting import COLORS, MARKERS, can_draw, drawing, save, save_both, style, to_svg
+from longctx.plotting import COLORS, MARKERS, can_draw, drawing, save, save_both, style
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record, merge_timelines
 from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
@@ -38,9 +38,8 @@ def write_drawings(draw: Callable[[], "Figure"], folder: Path) -> str | None:
     if not can_draw():
         return None
     with style():
-        figure = draw()
-        save_both(figure, folder, "drawing")
-        return to_svg(figure)
+        save_both(draw(), folder, "drawing")
+    return (folder / "drawing.svg").read_text(encoding="utf-8")  # a layout may move when it is drawn again
 
 
 def thinned(values: List[Any]) -> List[Any]:
