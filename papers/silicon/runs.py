@@ -8,11 +8,12 @@ from pathlib import Path
 
 from longctx.models import LlamaConfig, RowwiseFp8
 
-MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
+SYSTEM = "h100_sxm"
 COLUMNS = (
     "id",
     "backend",
     "model_path",
+    "system",
     "precision",
     "gemm_quant_mode",
     "isl",
@@ -60,7 +61,7 @@ class Run:
     @property
     def config(self) -> LlamaConfig:
         """Sizes of the model, with FP8 weights if the run has them."""
-        model = dataclasses.replace(LlamaConfig.preset(MODELS[self.model]), max_positions=MAX_POSITIONS)
+        model = dataclasses.replace(_preset(self.model), max_positions=MAX_POSITIONS)
         if self.fp8_weights:
             model = dataclasses.replace(model, quantization=RowwiseFp8.of(model.num_layers, "all"))
         return model
@@ -76,7 +77,7 @@ def read_runs(path: Path) -> list[Run]:
       The runs, in the order of the file.
 
     Raises:
-      ValueError: columns are missing, a model is unknown, or a cell is no number.
+      ValueError: columns are missing, a model is unknown, a cell is no number, or a run is of other GPUs.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -92,9 +93,19 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
+def _preset(model: str) -> LlamaConfig:
+    """Sizes of a model by its name at Hugging Face, of which those of the instructed or FP8 one are the same."""
+    name = model.rpartition("/")[2].lower().removeprefix("meta-").removesuffix("-fp8").removesuffix("-instruct")
+    try:
+        return LlamaConfig.preset(name)
+    except ValueError as error:
+        raise ValueError(f"model_path {model!r}: {error}") from None
+
+
 def _run(row: dict[str, str]) -> Run:
-    if row["model_path"] not in MODELS:
-        raise ValueError(f"model_path must be one of {', '.join(MODELS)}, got {row['model_path']!r}")
+    _preset(row["model_path"])
+    if row["system"] != SYSTEM:
+        raise ValueError(f"system must be {SYSTEM}, got {row['system']!r}")
     return Run(
         row["id"],
         row["backend"],

@@ -20,11 +20,13 @@ def write(path: Path, columns: tuple[str, ...], row: str) -> Path:
 
 
 def test_runs_are_read_in_seconds(tmp_path: Path) -> None:
-    row = "a,trtllm,Qwen/Qwen3-32B,fp8,fp8,1024,128,16,2,840.0,16.5"
+    row = "a,trtllm,Qwen/Qwen3-32B,h100_sxm,fp8,fp8,1024,128,16,2,840.0,16.5"
     (run,) = read_runs(write(tmp_path / "runs.csv", COLUMNS, row))
     assert run == Run("a", "trtllm", "Qwen/Qwen3-32B", 1024, 128, 16, 2, True, True, 0.84, 0.0165)
     assert run.config.quantization is not None
     assert RUN.config.quantization is None
+    llama = dataclasses.replace(RUN, model="meta-llama/Meta-Llama-3.1-70B-Instruct-FP8")
+    assert llama.config.num_layers == 80
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
@@ -33,10 +35,12 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
 
 
 def test_unknown_models_and_cells_that_are_no_numbers_are_named_with_their_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 2: model_path must be one of"):
-        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,other,,,1,1,1,1,1,1"))
+    with pytest.raises(ValueError, match="line 2: model_path 'other': no preset named 'other'"):
+        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,other,h100_sxm,,,1,1,1,1,1,1"))
+    with pytest.raises(ValueError, match="line 2: system must be h100_sxm, got 'b200'"):
+        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,Qwen/Qwen3-32B,b200,,,1,1,1,1,1,1"))
     with pytest.raises(ValueError, match=r"line 2: .*many"):
-        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,Qwen/Qwen3-32B,,,many,1,1,1,1,1"))
+        read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,Qwen/Qwen3-32B,h100_sxm,,,many,1,1,1,1,1"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
