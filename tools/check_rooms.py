@@ -42,9 +42,9 @@ ROOMS = {
     "cluster": Room(("longctx/cluster",), 8370, 46, 6500),
     "simulation": Room(("longctx/simulation",), 7970, 48, 6500),
     "command line": Room(("longctx/cli",), 4060, 25, 2400),
-    "longctx": Room(("longctx",), 68350, 399, 50000),
-    "papers": Room(("papers",), 5600, 43, 4500),
-    "tests": Room(("tests",), 55870, 359, 38000),
+    "longctx": Room(("longctx",), 68360, 399, 50000),
+    "papers": Room(("papers",), 5610, 43, 4500),
+    "tests": Room(("tests",), 55880, 359, 38000),
     "benchmarks": Room(("benchmarks",), 9120, 64, 8000),
 }
 
