@@ -22,7 +22,7 @@ def load(inputs: Inputs, name: str, rate: float, scope: Literal["token", "batch"
     plan, window = PLANS[name], QUICK if inputs.quick else WINDOW
     slo = Slo(tpot=TARGET, tpot_factor=1.0, step_seconds=TARGET, tpot_scope=scope)
     workload = requests(inputs, "long", rate, window, SCALE)
-    return run("medha", "llama-3-70b", "h100-rdma", plan.num_devices, workload, window, plan, slo=slo)
+    return run("medha", "llama-3-70b", "mnemosyne-h100", plan.num_devices, workload, window, plan, slo=slo)
 
 
 def rows_of(inputs: Inputs) -> list[dict[str, Any]]:
