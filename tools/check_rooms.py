@@ -43,8 +43,8 @@ ROOMS = {
     "simulation": Room(("longctx/simulation",), 7970, 48, 6500),
     "command line": Room(("longctx/cli",), 4060, 25, 2400),
     "longctx": Room(("longctx",), 68360, 399, 50000),
-    "papers": Room(("papers",), 5610, 43, 4500),
-    "tests": Room(("tests",), 55880, 359, 38000),
+    "papers": Room(("papers",), 5710, 44, 4500),
+    "tests": Room(("tests",), 55910, 360, 38000),
     "benchmarks": Room(("benchmarks",), 9120, 64, 8000),
 }
 

@@ -132,7 +132,7 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
     ]  # fmt: skip
     parts += _of_earlier_tables(everything)
     if others:
-        parts.append("Measured: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
+        parts.append("Other pages: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
     parts += [_LIMITS, "## All statements", _ABOUT_ROWS]
     for paper, figures in results.items():
         if figures:
