@@ -36,7 +36,8 @@ class Errors(NamedTuple):
         return cls(float(errors.mean()), float(np.median(errors)), float(rank))
 
     def __str__(self) -> str:
-        return f"{100 * self.mean:.1f} / {100 * self.median:.1f} % | {self.rank:.2f}"
+        rank = "-" if np.isnan(self.rank) else f"{self.rank:.2f}"
+        return f"{100 * self.mean:.1f} / {100 * self.median:.1f} % | {rank}"
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
