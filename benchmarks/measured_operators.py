@@ -68,12 +68,6 @@ def errors(
     return Errors(device, operator, len(off), float(np.abs(off).mean()), by_range)
 
 
-def joined(tables: Sequence[Table]) -> Table:
-    """One table of the rows of several, of the columns that all have."""
-    names = set.intersection(*({*table.columns} for table in tables))
-    return Table(tables[0].kind, {name: np.concatenate([each.columns[name] for each in tables]) for name in names})
-
-
 def of_products(folder: Path, name: str) -> tuple[dict[str, object], list[Errors]]:
     """Fit a device's products, and evaluate them by dtype and rows."""
     device = DEVICES[name]
@@ -96,7 +90,7 @@ def of_attention(folder: Path, name: str, engine: str) -> tuple[list[operator_fi
     """Fit a device's kernels of attention, and evaluate them for prompts and decodes."""
     device, system = DEVICES[name], SYSTEMS[name][0]
     parts = [read_table(folder / f"{system}.{engine}.{each}_attention.csv.gz") for each in ("context", "generation")]
-    table = joined(parts)
+    table = operator_fit.joined(parts)
     fitted = halves(len(table))
     fit_rows = table.where(fitted)
     has_both = {}

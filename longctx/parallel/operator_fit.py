@@ -8,7 +8,7 @@ import csv
 import dataclasses
 import gzip
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from longctx.parallel.operators import (
     AttentionCost,
     ProductTable,
     ReduceTable,
+    between_knots,
     on_line,
     product_physics,
 )
@@ -89,6 +90,12 @@ def read_table(path: Path) -> Table:
         if unknown := {*columns[name].tolist()} - {*_DTYPES}:
             raise ValueError(f"{path}: {name} must be one of {', '.join(_DTYPES)}, got {min(unknown)!r}")
     return Table(kind, columns)
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """One table of the rows of several of one kind, of the columns that all have."""
+    names = set.intersection(*({*table.columns} for table in tables))
+    return Table(tables[0].kind, {name: np.concatenate([each.columns[name] for each in tables]) for name in names})
 
 
 def _number(path: Path, name: str, text: str) -> float:
@@ -161,9 +168,7 @@ def _fit_grid(
     count = len(values)
     index, weight = np.zeros((count, 1), int), np.ones((count, 1))
     for point, axis in zip(points, knots, strict=True):
-        at = np.clip(np.searchsorted(axis, point, side="right") - 1, 0, len(axis) - 2)
-        logs = np.log(axis)
-        share = np.clip((np.log(point) - logs[at]) / (logs[at + 1] - logs[at]), 0, 1)
+        at, share = between_knots(point, axis)
         index = np.concatenate([index * len(axis) + at[:, None], index * len(axis) + at[:, None] + 1], 1)
         weight = np.concatenate([weight * (1 - share)[:, None], weight * share[:, None]], 1)
     size = math.prod(map(len, knots))
@@ -235,16 +240,14 @@ def _fit_kernel(rows: Table, size: int, key_bytes: float, device: Device) -> Att
     """Fit prompts and decodes, one after the other."""
     empty = AttentionCost(size, key_bytes, 0.5, 0.5)
     is_decode = rows.columns["step"] > 0
-    prompts, latency = _fit_numbers(empty, _PROMPTS, rows.where(~is_decode), device)
-    decodes, other = _fit_numbers(empty, _DECODES, rows.where(is_decode), device)
-    least = min(latency, other)
-    numbers = prompts | decodes | {"latency": least, "prompt_latency": _rounded(latency - least)}
+    prompts = _fit_numbers(empty, _PROMPTS, rows.where(~is_decode), device)
+    decodes = _fit_numbers(empty, _DECODES, rows.where(is_decode), device)
+    least = min(prompts["latency"], decodes["latency"])
+    numbers = prompts | decodes | {"latency": least, "prompt_latency": _rounded(prompts["latency"] - least)}
     return dataclasses.replace(empty, **numbers)
 
 
-def _fit_numbers(
-    empty: AttentionCost, names: tuple[str, ...], rows: Table, device: Device
-) -> tuple[dict[str, Any], float]:
+def _fit_numbers(empty: AttentionCost, names: tuple[str, ...], rows: Table, device: Device) -> dict[str, Any]:
     from scipy.optimize import least_squares
 
     c, measured = rows.columns, rows.columns["latency"]
@@ -268,8 +271,7 @@ def _fit_numbers(
         least_squares(errors, start, loss="soft_l1", f_scale=0.05, bounds=(begin - 12, begin + 12))
         for start in (starts if "path" in names else starts[:1])
     ]
-    found = {name: _rounded(value) for name, value in numbers(min(solved, key=lambda each: each.cost).x).items()}
-    return found, found["latency"]
+    return {name: _rounded(value) for name, value in numbers(min(solved, key=lambda each: each.cost).x).items()}
 
 
 def _rounded(value: float) -> float:
@@ -339,9 +341,7 @@ def fit_device(tables: Mapping[str, Table], device: Device, link: Link | None) -
         elif link is not None:
             link = dataclasses.replace(link, all_reduces=fit_all_reduces(table, link))
     if attention:
-        names = set.intersection(*({*table.columns} for table in attention))
-        joined = {name: np.concatenate([table.columns[name] for table in attention]) for name in names}
-        device = dataclasses.replace(device, attention=tuple(fit_attention(Table("attention", joined), device)))
+        device = dataclasses.replace(device, attention=tuple(fit_attention(joined(attention), device)))
     return device, link
 
 

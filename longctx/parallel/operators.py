@@ -70,19 +70,19 @@ class ProductTable:
         """
         ratios = np.reshape(self.ratios, (len(self.rows), len(self.sizes), len(self.sizes))) / 100
         for size in (n, k):  # of the two axes left, the first
-            at, after, share = self._between(size)
-            ratios = ratios[:, at] * (1 - share) + ratios[:, after] * share
+            at, share = between_knots(size, self.sizes)
+            ratios = ratios[:, at] * (1 - share) + ratios[:, at + 1] * share
         seconds = np.exp(ratios) * product_physics(np.array(self.rows, float), n, k, element_bytes, flops, bandwidth)
         # More rows may be measured to take less time. Midway between the least and the most curve that never falls.
         below = np.minimum.accumulate(seconds[::-1])[::-1]
         return (np.maximum.accumulate(seconds) + below) / 2
 
-    def _between(self, size: Real) -> tuple[int, int, float]:
-        """The knots on both sides of a size, and where it is between them."""
-        logs = np.log(self.sizes)
-        at = min(max(int(np.searchsorted(self.sizes, size, side="right")) - 1, 0), len(self.sizes) - 2)
-        share = (np.log(size) - logs[at]) / (logs[at + 1] - logs[at])
-        return at, at + 1, float(np.clip(share, 0, 1))
+
+def between_knots(sizes: Any, knots: Any) -> tuple[Any, Any]:
+    """Numbers of the knots before sizes, and where these are from there to the next, by logarithms, 0 to 1."""
+    logs = np.log(knots)
+    at = np.clip(np.searchsorted(knots, sizes, side="right") - 1, 0, len(knots) - 2)
+    return at, np.clip((np.log(sizes) - logs[at]) / (logs[at + 1] - logs[at]), 0, 1)
 
 
 def on_line(x: Any, knots: Any, values: Any) -> Any:

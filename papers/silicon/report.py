@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from longctx import plotting
 from papers.silicon.engines import ENGINES, FRONT_END
@@ -31,19 +32,13 @@ class Errors(NamedTuple):
         """Errors of predictions, in the order of what was measured."""
         ours, theirs = np.array(predicted), np.array(measured)
         errors = np.abs(ours / theirs - 1)
-        ranks = _ranks(ours), _ranks(theirs)
-        rank = np.corrcoef(*ranks)[0, 1] if len(ours) > 2 and all(np.ptp(each) for each in ranks) else np.nan
+        has_ranks = len(ours) > 2 and np.ptp(ours) > 0 and np.ptp(theirs) > 0
+        rank = stats.spearmanr(ours, theirs).statistic if has_ranks else np.nan
         return cls(float(errors.mean()), float(np.median(errors)), float(rank))
 
     def __str__(self) -> str:
         rank = "-" if np.isnan(self.rank) else f"{self.rank:.2f}"
         return f"{100 * self.mean:.1f} / {100 * self.median:.1f} % | {rank}"
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0; equal values have the mean of theirs."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[index]
 
 
 def write_page(runs: List[Run], ours: Predictions, peer: Predictions, out: Path) -> str:

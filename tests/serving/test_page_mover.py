@@ -41,7 +41,7 @@ class HostRunner:
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> Read:
         return Read(self.pool[list(pages)][:, slice(*layers)])
 
-    def place(self, pages: List[int], block: PageBlock) -> Any:
+    def place(self, pages: List[int], block: PageBlock, windows: None) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         assert self.gate.wait(10)
         if not 0 <= block.first <= block.first + len(block.data) <= len(pages) or block.data.ndim != 6:
@@ -55,7 +55,7 @@ class HostRunner:
             for page, x in zip(pages, data, strict=True):
                 self.pool[page, slice(*layers), :, :, slice(*heads)] = x
 
-    def needed(self, pages: List[int]) -> np.ndarray:
+    def needed(self, pages: List[int], windows: None) -> np.ndarray:
         return np.ones((len(pages), LAYOUT.num_layers, LAYOUT.num_kv_heads), bool)
 
 

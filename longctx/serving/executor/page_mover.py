@@ -125,8 +125,8 @@ class PageMover:
         now = self._clock()
         for request in batch.loads:
             assert request.name not in self._loads, f"{request.name} loads already"
-            transfer, windows = self.runner.transfer, () if request.windows is None else (request.windows,)
-            missing = MissingParts(transfer.needed(request.pages, *windows), transfer.layout.whole)
+            transfer = self.runner.transfer
+            missing = MissingParts(transfer.needed(request.pages, request.windows), transfer.layout.whole)
             with self._lock:
                 self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
         if batch.loads:
@@ -296,8 +296,7 @@ class PageMover:
         return source.fetch(request.keys, self._news.set, self.runner.transfer.needed_of(request.windows))
 
     def _place_block(self, load: _Load, block: PageBlock) -> None:
-        windows = () if load.request.windows is None else (load.request.windows,)
-        placed = self.runner.transfer.place(load.request.pages, block, *windows)
+        placed = self.runner.transfer.place(load.request.pages, block, load.request.windows)
         size = block.data.nbytes
         with self._lock:
             if not load.is_done:

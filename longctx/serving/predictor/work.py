@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from longctx.parallel.cost import window_keys, window_pairs
 
 
@@ -76,25 +74,21 @@ class Work(NamedTuple):
         work = cls(rows, samples, decode_keys, tuple(longer), pairs, keys)
         if not window:
             return work
-        in_window = tuple((window_pairs(*each, window), window_keys(*each, window)) for each in longer)
+        in_window = tuple([_seen(*each, window) for each in longer])
         return work._replace(window=window, window_decode_keys=seen, window_chunks=in_window)
 
     @classmethod
-    def of_many(cls, decodes: int, decode_keys: np.ndarray | int, starts: np.ndarray, tokens: int) -> "Work":
+    def of_many(cls, decodes: int, decode_keys: Any, starts: Any, tokens: int) -> "Work":
         """The works of batches of some decodes and a chunk of 0 or several tokens, as `seconds_of_many` takes them.
 
         Args:
           decodes: of each batch.
           decode_keys: that the decodes attend to, int64 `[batches]` or the same for all.
-          starts: tokens before each chunk, int64 `[batches]`.
+          starts: tokens before each chunk, int64 `[batches]` or the same for all.
           tokens: of each chunk; 0: there is none.
         """
-        if not tokens:
-            return cls(decodes, decodes, decode_keys)  # type: ignore[arg-type]
-        pairs: Any = tokens * starts + tokens * (tokens + 1) // 2
-        keys: Any = decode_keys
-        chunk: Any = starts, tokens
-        return cls(decodes + tokens, decodes, keys, (chunk,), pairs, chunk[0] + tokens)
+        work = cls(decodes, decodes, decode_keys)
+        return work.with_chunk(starts, tokens, False) if tokens else work
 
     def with_chunk(
         self, start: int, count: int, samples: bool, replicated: bool = False, window: int | None = None
@@ -119,8 +113,7 @@ class Work(NamedTuple):
         """`window_decode_keys` and `window_chunks` with one more chunk."""
         if count == 1:
             return self.window_decode_keys + min(start + 1, window), self.window_chunks
-        seen = window_pairs(start, count, window), window_keys(start, count, window)
-        return self.window_decode_keys, (*self.window_chunks, seen)
+        return self.window_decode_keys, (*self.window_chunks, _seen(start, count, window))
 
     def with_sharded(
         self,
@@ -179,7 +172,7 @@ class Work(NamedTuple):
         return self._replace(
             window=window,
             window_decode_keys=min(self.decode_keys, decodes * window),
-            window_chunks=tuple((window_pairs(*each, window), window_keys(*each, window)) for each in self.chunks),
+            window_chunks=tuple([_seen(*each, window) for each in self.chunks]),
         )
 
     @property
@@ -206,3 +199,8 @@ class Work(NamedTuple):
     def keys(self) -> int:
         """Keys attended to, counted once for each chunk; the bytes that attention reads are proportional to them."""
         return self.decode_keys + self.chunk_keys
+
+
+def _seen(start: int, count: int, window: int) -> tuple[int, int]:
+    """Return the pairs, and the keys, of a chunk in a sliding layer."""
+    return window_pairs(start, count, window), window_keys(start, count, window)

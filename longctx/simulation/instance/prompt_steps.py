@@ -87,7 +87,6 @@ class PromptSteps(PlannedSteps):
     def _find_decodes(self) -> None:
         """Find the decodes of each of `stage` steps, and the first step at whose end a sequence ends."""
         stage, begin, scheduler = self._stage, self._begin, self._core.scheduler
-        self._groups: list[list[Decode]] = [[] for _ in range(stage)]
         last = {s: batch.index for batch in self._batches for s in batch.sampled if s.is_drained}
         ends, self._drained = [*last.values()], set[int]()
         for sequence in scheduler.running.decoding:
@@ -100,7 +99,6 @@ class PromptSteps(PlannedSteps):
                 ends.append(decode.last)
         self._last_drained = -math.inf
         self._first_end = min(ends, default=math.inf)
-        self._groups_before = [*self._groups]
         self._rows = [len(group) for group in self._groups]
         self._keys = [sum([each.sequence.computed + 1 for each in group]) for group in self._groups]
         self._shortage = self._find_shortage() if scheduler.is_optimistic else math.inf
@@ -240,8 +238,7 @@ class PromptSteps(PlannedSteps):
         for i, (start, size, seen) in enumerate(
             zip(starts[:count].tolist(), sizes[:count].tolist(), keys[:count].tolist(), strict=True)
         ):
-            pairs = size * start + size * (size + 1) // 2
-            work = Work(same, same - size, seen, ((start, size),), pairs, start + size)
+            work = Work.of_many(same - size, seen, start, size)
             states = [(start + size, rest[i], predicted_at[i], due)]
             history = recent, grown - changes * (i + 1)
             decodes_of = self._groups[(step + i) % stage]
@@ -256,7 +253,7 @@ class PromptSteps(PlannedSteps):
     def _plan(self, now: float, behind: int) -> bool:
         """Plan a step; False if it is of another kind."""
         scheduler, stage = self._core.scheduler, self._stage
-        chunker, step, place = scheduler.chunker, self._first + len(self._seconds), 0
+        chunker, step = scheduler.chunker, self._first + len(self._seconds)
         place = step % stage
         if step >= self._shortage:
             return False
