@@ -117,7 +117,7 @@ class Device:
         if isinstance(kernels, str):
             kernels = stored_operators("attention", kernels)
         shares = {"prompt_share": self.attention_share, "key_share": self.key_share}
-        own = {name: float(share) for name, share in shares.items() if share is not None}
+        own: dict[str, Any] = {name: float(share) for name, share in shares.items() if share is not None}
         if not kernels:
             own = {"prompt_share": float(self.flops_share), "key_share": float(self.memory_share)} | own
             return AttentionCost(head_size, key_bytes, **own)

@@ -192,12 +192,16 @@ class AttentionCost:
 def decode_ratio(percents: Sequence[int], heads: Any, keys: Any) -> Any:
     """Ratios of measured decodes to `AttentionCost`'s closed form, between the knots and as at the nearest beyond them.
 
+    Keys of longer sequences than were measured count as those of more sequences: long ones are divided among
+    multiprocessors, as many are.
+
     Args:
       percents: `AttentionCost.decode_ratios`.
       heads: sequences times KV heads; ratios are linear in the logarithm.
       keys: of a sequence; ratios are linear. Arrays of shapes that broadcast, or numbers.
     """
     table = np.reshape(percents, (len(DECODE_HEADS), len(DECODE_KEYS))) / 100
+    heads = heads * np.maximum(1, np.asarray(keys) / DECODE_KEYS[-1])
     at, share = between_knots(heads, DECODE_HEADS)
     place, part = between_knots(keys, DECODE_KEYS, is_linear=True)
     first, last = (table[at, each] * (1 - share) + table[at + 1, each] * share for each in (place, place + 1))

@@ -11,6 +11,8 @@ import numpy as np
 from longctx.parallel.operators import DECODE_KEYS, decode_ratio
 from longctx.serving.predictor.work import Work, window_keys, window_pairs
 
+_KEYS = (*DECODE_KEYS, *(DECODE_KEYS[-1] << doublings for doublings in range(1, 8)))  # to 16M tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelSeconds:
@@ -62,19 +64,19 @@ class KernelSeconds:
         return seconds + (self._ratio(decodes, keys / decodes) - 1) * (self.latency + read + seconds)
 
     def _ratio(self, decodes: int, keys: Any) -> Any:
-        """The ratio of decodes with so many keys each, linear between the knots; or of arrays."""
+        """The ratio of decodes with that many keys each, linear between the knots; or of arrays."""
         curves: dict[int, tuple[list[float], list[float]]] = self._curves  # type: ignore[attr-defined]
         if decodes not in curves:
-            ratios = decode_ratio(self.decode_ratios, decodes * self.kv_heads, np.array(DECODE_KEYS))
-            curves[decodes] = ratios.tolist(), (np.diff(ratios) / np.diff(DECODE_KEYS)).tolist()
+            ratios = decode_ratio(self.decode_ratios, decodes * self.kv_heads, np.array(_KEYS))
+            curves[decodes] = ratios.tolist(), (np.diff(ratios) / np.diff(_KEYS)).tolist()
         ratios, slopes = curves[decodes]
         if isinstance(keys, float):
-            keys = min(max(keys, DECODE_KEYS[0]), DECODE_KEYS[-1])
-            at = min(bisect.bisect_right(DECODE_KEYS, keys), len(slopes)) - 1
-            return ratios[at] + slopes[at] * (keys - DECODE_KEYS[at])
-        keys = np.clip(keys, DECODE_KEYS[0], DECODE_KEYS[-1])
-        places = np.minimum(np.searchsorted(DECODE_KEYS, keys, side="right"), len(slopes)) - 1
-        return np.take(ratios, places) + np.take(slopes, places) * (keys - np.take(DECODE_KEYS, places))
+            keys = min(max(keys, _KEYS[0]), _KEYS[-1])
+            at = min(bisect.bisect_right(_KEYS, keys), len(slopes)) - 1
+            return ratios[at] + slopes[at] * (keys - _KEYS[at])
+        keys = np.clip(keys, _KEYS[0], _KEYS[-1])
+        places = np.minimum(np.searchsorted(_KEYS, keys, side="right"), len(slopes)) - 1
+        return np.take(ratios, places) + np.take(slopes, places) * (keys - np.take(_KEYS, places))
 
 
 NO_KERNEL = KernelSeconds()

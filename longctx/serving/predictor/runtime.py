@@ -341,7 +341,7 @@ class CurvePredictor:
             if self.overlap:
                 prompts -= self.overlap * sum([shorter(self.per_pair, self.per_key, *each) for each in chunks])
         in_windows, decodes = 0.0, self._per_decode_key * decode_keys  # type: ignore[attr-defined]
-        seen = decode_keys
+        seen: float = decode_keys
         if self.sliding is not None:
             in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
             decodes = decodes + of_decodes
