@@ -71,7 +71,7 @@ _SERVE = (
         helps={"heeds_deadlines": "admit requests whose TTFT target can't be kept, too"},
     ),
     Flags(ServerSettings, "server", without=("api_keys", "admin_keys", "allow_hosts", "allow_origins")),
-    Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file")),
+    Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file", "allow_anonymous")),
     Flags(EngineConfig, "access", ("tenant_weights",)),
     Flags(ServerSettings, "access", ("allow_hosts", "allow_origins")),
     Flags(ServeFlags, "recording", ("record", "record_bytes")),

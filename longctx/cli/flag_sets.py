@@ -236,6 +236,9 @@ class ServeFlags:
     api_key: Annotated[tuple[str, ...], "a key that clients need"] = ()
     admin_key: Annotated[tuple[str, ...], "a key that loads, aborts and profiles need"] = ()
     admin_key_file: Annotated[Path | None, "keys that loads, aborts and profiles need, one a line"] = None
+    allow_anonymous: Annotated[
+        bool, "let other hosts' clients in without keys, where --host is not of this host alone"
+    ] = False
     served_model_name: Annotated[tuple[str, ...], "name by which clients call the model"] = ()
     chat_template: Annotated[Path | None, "jinja2 template of chats. None: the tokenizer's own"] = None
     record: Annotated[

@@ -41,12 +41,13 @@ from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
-_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file"}
+_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
+_OURS |= {"allow_anonymous"}
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}

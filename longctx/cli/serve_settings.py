@@ -16,7 +16,7 @@ from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
 from longctx.serving.kv_cache.secret import read_secret
-from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
+from longctx.serving.server.settings import ApiKey, ServerSettings, is_loopback, read_keys
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger
@@ -40,8 +40,14 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
     if options.profile_dir is not None and not options.profile_dir.is_dir():
         raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
     keys, hosts = _keys(options, "api"), tuple(name.lower() for name in options.allow_hosts)
-    if not (keys or hosts) and options.host in _LOOPBACK:
-        hosts = _LOOPBACK
+    is_public = not is_loopback(options.host)
+    if is_public and not keys and not options.allow_anonymous:
+        raise ValueError(
+            f"--host {options.host} lets other hosts in, and without keys every client may use the server: give "
+            "--api-key-file, or --allow-anonymous if that is meant"
+        )
+    if not (keys or hosts or is_public):
+        hosts = (*_LOOPBACK, options.host)
     return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
 
 

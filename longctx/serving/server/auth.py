@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.settings import ApiKey, ServerSettings
+from longctx.serving.server.settings import ApiKey, ServerSettings, is_loopback
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 OPEN_PREFIXES = ("/page/static/",)
@@ -24,11 +24,15 @@ OPEN_PREFIXES = ("/page/static/",)
 _CONTROL_PATHS = frozenset({"/start_profile", "/stop_profile", "/resume", "/drain", "/kv_swap"})
 _CONTROL_PREFIXES = ("/cluster/",)
 ADMIN_PATHS = _CONTROL_PATHS | {"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests", "/abort_request"}
-"""Paths that need the key of an administrator, where there is one; those of control, where there is any key."""
+"""Paths that need the key of an administrator, where there is one; those of control, where there is any key.
+
+Without any keys, clients on the server's own host alone are administrators.
+"""
 
 TENANT_HEADER = "x-longctx-tenant"
 """Header in which administrators, such as a router, name the tenant of a request, percent-encoded."""
 
+_FORWARDED = ("forwarded", "via", "x-forwarded-for")  # headers of proxies, whose clients may be anywhere
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 
 
@@ -114,15 +118,30 @@ class AuthMiddleware:
         if admin is not None:
             return admin, True
         is_control = path in _CONTROL_PATHS or path.startswith(_CONTROL_PREFIXES)
-        needs_admin = bool(self._users or self._admins) if is_control else path in ADMIN_PATHS and bool(self._admins)
-        if user is None and (self._users or needs_admin):
+        has_keys = bool(self._users or self._admins)
+        if not has_keys and _is_local(scope, headers):
+            return "", True
+        needs_admin = is_control or (path in ADMIN_PATHS and (bool(self._admins) or not has_keys))
+        if user is None and (self._users or (needs_admin and has_keys)):
             message = "a key must come in the header `Authorization: Bearer KEY`"
             if sent:
                 message = "the key is not known"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if needs_admin:
-            raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
-        return user or "", not (self._users or self._admins)
+            message = "this needs the key of an administrator"
+            if not has_keys:
+                message = (
+                    "a server without keys lets clients on its own host alone do this: see its flag --admin-key-file"
+                )
+            raise ApiError(403, message, code="admin_key_needed")
+        return user or "", False
+
+
+def _is_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a client on this host asks, by its address and by the name that it calls the server, and not a proxy."""
+    client = scope.get("client")
+    is_forwarded = any(name in headers for name in _FORWARDED)
+    return bool(client) and is_loopback(client[0]) and is_loopback(_host(headers)) and not is_forwarded
 
 
 def _host(headers: Headers) -> str:

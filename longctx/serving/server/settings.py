@@ -1,5 +1,6 @@
 """Settings of a server: API keys, limits of clients, timeouts, and observers."""
 
+import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -55,13 +56,23 @@ def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host's address, or its name, is of the host itself, so that no other one reaches it there."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of a server; durations are seconds.
 
     Attributes:
       api_keys: keys of clients; their names are the tenants. None: every client may use the server, as tenant "".
-      admin_keys: needed for loads, profiles and aborts, where there are some.
+      admin_keys: needed for loads, profiles and aborts, where there are some. Without any keys, clients on this host
+        alone may do that.
       allow_hosts: name by which clients may reach the server (the header Host, without its port). So a page of another
         site, whose name is made to point here, finds nothing. Empty: any name.
       allow_origins: web page from another host that may use the server from a browser (CORS).

@@ -1,5 +1,6 @@
 """Who may do what: keys, administrators, other web pages; and how much anybody may send."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,9 @@ import openai
 import pytest
 from served import NAME, Served, fake_engine, served
 
+from longctx.cli import command_parser
+from longctx.cli.serve_settings import server_settings
+from longctx.serving.server.auth import AuthMiddleware
 from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
@@ -249,3 +253,54 @@ def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
 def test_one_key_can_t_be_two_people_s() -> None:
     with pytest.raises(ValueError, match="different keys"):
         ServerSettings(api_keys=(ApiKey("a", "12345678"),), admin_keys=(ApiKey("b", "12345678"),))
+
+
+@pytest.mark.parametrize(
+    ("address", "headers", "is_admin"),
+    [
+        ("127.0.0.1", {"host": "localhost:8000"}, True),
+        ("127.0.0.9", {"host": "127.0.0.9"}, True),
+        ("::1", {"host": "[::1]:8000"}, True),
+        ("::ffff:127.0.0.1", {"host": "127.0.0.1"}, True),
+        ("192.0.2.7", {"host": "localhost"}, False),
+        ("::ffff:192.0.2.7", {"host": "localhost"}, False),
+        ("127.0.0.1", {"host": "evil.example"}, False),  # whose name was made to point here
+        ("127.0.0.1", {"host": "localhost", "x-forwarded-for": "192.0.2.7"}, False),  # of a proxy on this host
+        (None, {"host": "localhost"}, False),
+    ],
+)
+def test_without_keys_clients_on_the_host_alone_are_administrators(
+    address: str | None, headers: dict[str, str], is_admin: bool
+) -> None:
+    async def ask(path: str) -> tuple[list[bool], int | None]:
+        asked, statuses = list[bool](), list[int]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(scope["state"]["client"].is_admin)
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "headers": sent, "client": address and (address, 1)}
+        await AuthMiddleware(app, ServerSettings())(scope, None, send)  # type: ignore[arg-type]
+        return asked, statuses[0] if statuses else None
+
+    for path in ("/drain", "/resume", "/cluster/register", "/load", "/abort_requests"):
+        assert asyncio.run(ask(path)) == (([True], None) if is_admin else ([], 403)), path
+    assert asyncio.run(ask("/v1/completions")) == ([is_admin], None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "server.example"])
+def test_a_server_that_lets_others_in_needs_keys(host: str) -> None:
+    def settings(*flags: str) -> ServerSettings:
+        return server_settings(command_parser("serve").parse_args(["--host", host, *flags]))
+
+    for flags in ([], ["--admin-key", ADMIN], ["--allow-host", "server.example"]):
+        with pytest.raises(
+            ValueError, match=f"--host {host} lets other hosts in.*--api-key-file, or --allow-anonymous"
+        ):
+            settings(*flags)
+    assert settings("--allow-anonymous") == ServerSettings()
+    assert settings("--api-key", ALICE).api_keys
+    assert settings("--host", "127.0.0.2").allow_hosts == ("127.0.0.1", "localhost", "::1", "127.0.0.2")
