@@ -224,6 +224,13 @@ class ReplayFlags:
 
 
 @flag_set
+class ApiKeyFlags:
+    """`longctx api-key`."""
+
+    name: Annotated[str, "name of the key, which is the tenant of its requests"]
+
+
+@flag_set
 class ServeFlags:
     """`longctx serve`."""
 
@@ -231,11 +238,13 @@ class ServeFlags:
     host: Annotated[str, "address to listen on; 127.0.0.1 is reached from this host only"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0: any"] = 8000
     api_key_file: Annotated[
-        Path | None, "keys that clients need, one a line: KEY or 'NAME KEY', the tenant's name. None: no key is needed"
+        Path | None,
+        "keys that clients need, one a line: KEY or 'NAME KEY [OPTION=VALUE ...]', the tenant's name, see "
+        "docs/serving.md. None: no key is needed",
     ] = None
     api_key: Annotated[tuple[str, ...], "a key that clients need"] = ()
-    admin_key: Annotated[tuple[str, ...], "a key that loads, aborts and profiles need"] = ()
-    admin_key_file: Annotated[Path | None, "keys that loads, aborts and profiles need, one a line"] = None
+    admin_key: Annotated[tuple[str, ...], "a key of an administrator"] = ()
+    admin_key_file: Annotated[Path | None, "keys of administrators, likewise"] = None
     allow_anonymous: Annotated[
         bool, "let other hosts' clients in without keys, where --host is not of this host alone"
     ] = False

@@ -29,6 +29,7 @@ from longctx.cli.serve_settings import (
     model_names,
     serve_config,
     server_settings,
+    watch_keys,
 )
 from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cluster.launcher.supervised import end_with_parent
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         read(ObserverSettings, options),
         chat_template(options),
     )
-    names = {key.name for key in settings.server.api_keys}
+    names = {key.tenant for key in settings.server.api_keys}
     for name in settings.config.tenant_weights:
         if name not in names:
             raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
@@ -119,6 +120,7 @@ def _serve(
     server = Server(
         engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
     )
+    watch_keys(server.keys, options)
     http = HttpServer(server)
     interrupts.leave_to_python()
     with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):

@@ -22,6 +22,7 @@ from longctx.cli.serve_settings import (
     model_names,
     serve_config,
     server_settings,
+    watch_keys,
 )
 from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
@@ -37,7 +38,7 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, hash_key, read_keys
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
@@ -63,27 +64,55 @@ class Secrets(NamedTuple):
 
     Attributes:
       pages: of page keys and transfers.
-      user, admin: keys of clients and administrators.
+      user: the digest of a key that was forgotten, so that the router alone may ask.
     """
 
     pages: Path
     user: Path
-    admin: Path
 
     @classmethod
     def make(cls, folder: Path, pages: Path | None) -> "Secrets":
         """New ones; `pages`: a file that is there already."""
-        made = cls(pages or folder / "pages", folder / "user", folder / "admin")
+        made = cls(pages or folder / "pages", folder / "user")
         if pages is None:
             make_secret(made.pages)
-        for path in (made.user, made.admin):
-            path.touch(mode=0o600)
-            path.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
+        _write_secret(made.user, hash_key(secrets.token_hex(32)))
         return made
 
-    @property
-    def admin_key(self) -> str:
-        return self.admin.read_text(encoding="ascii").strip()
+
+class InstanceKeys(NamedTuple):
+    """Keys by which the router asks instances, and these register.
+
+    Attributes:
+      shared: of those that have none of their own; None: they need none.
+      joiners: of those that may register, by their names.
+      own: by the name of an instance.
+    """
+
+    shared: str | None
+    joiners: tuple[ApiKey, ...]
+    own: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path | None) -> "InstanceKeys":
+        """Read `--instance-key-file`: lines `NAME KEY`, and one `KEY` for all others."""
+        flag, lines = "--instance-key-file", list[str]()
+        if path is not None:
+            lines = read_text(flag, path, is_secret=True).splitlines()
+        with prefixing(f"{flag}: "):
+            shared = read_keys([line for line in lines if len(line.split()) == 1], "shared")
+            own = read_keys([line for line in lines if len(line.split()) != 1], "instance")
+            if any(key.is_hashed for key in (*shared, *own)):
+                raise ValueError("keys must stand there as they are, as the router sends them")
+            if len(shared) > 1:
+                raise ValueError("one key may be without a name, that of all other instances")
+        return cls(shared[0].key if shared else None, own, {key.name: key.key for key in own})
+
+
+def _write_secret(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text + "\n", encoding="ascii")
+    return path
 
 
 def serve_cluster(options: argparse.Namespace) -> int:
@@ -93,14 +122,15 @@ def serve_cluster(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
-        engine, launcher, key = _prepare(options, file, folder)
-        make_server = _server_maker(options, file, engine, settings, template, key)  # before anything is started
+        engine, launcher, keys = _prepare(options, file, folder)
+        make_server = _server_maker(options, file, engine, settings, template, keys)  # before anything is started
         stack.callback(launcher.close)
         try:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
         server = make_server(addresses)
+        watch_keys(server.keys, options)
         _log_requests(observers, stack, server.cluster)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
@@ -136,8 +166,10 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, _Launcher, str]:
-    """Return the flags of the instances, their launcher, and the key by which they are asked."""
+def _prepare(
+    options: argparse.Namespace, file: ClusterFile, folder: Path
+) -> tuple[argparse.Namespace, _Launcher, InstanceKeys]:
+    """Return the flags of the instances, their launcher, and the keys by which they are asked."""
     place = f"{options.cluster}: "
     given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
     pages = given.pop("kv-secret-file", None)
@@ -161,23 +193,15 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
             if num_devices % each.processes:
                 message = "processes must divide the {} devices of --stage, --context and --tensor, got {}"
                 raise ValueError(message.format(num_devices, each.processes))
-    if options.instance_key_file is not None:
-        key_text = read_text("--instance-key-file", options.instance_key_file)
-        files.admin.write_text(key_text, encoding="utf-8")
-    paths = tuple(map(str, files))
-    launched = [
-        Launched(
-            each.name,
-            each.role,
-            instance_command(common, own[each.name]),
-            paths,
-            _environments(each),
-        )
-        for each in starts
-    ]
+    keys, launched = InstanceKeys.read(options.instance_key_file), list[Launched]()
+    for number, each in enumerate(starts):  # one that falls into wrong hands opens no other
+        keys.own[each.name] = secrets.token_hex(32)
+        admin = _write_secret(folder / f"admin-{number}", f"router {keys.own[each.name]}")
+        command = instance_command(common, [*own[each.name], f"--admin-key-file={admin}"])
+        launched.append(Launched(each.name, each.role, command, (*map(str, files), str(admin)), _environments(each)))
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     launcher = RayLauncher(launched, file.ray, known) if file.launcher == "ray" else ProcessLauncher(launched, known)
-    return engine, launcher, files.admin_key
+    return engine, launcher, keys
 
 
 def _environments(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
@@ -194,13 +218,15 @@ def _server_maker(
     engine: argparse.Namespace,
     settings: ServerSettings,
     template: ChatTemplate | None,
-    key: str,
+    keys: InstanceKeys,
 ) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
     router = RouterSettings(
-        instance_key=key,
+        instance_key=keys.shared,
+        instance_keys=keys.own,
+        joiners=keys.joiners,
         bandwidth=file.bandwidth,
         latency=file.latency,
         look_seconds=file.report_seconds,
@@ -259,7 +285,7 @@ def instance_arguments(arguments: Sequence[str], files: Secrets, names: Sequence
     return [
         *arguments,
         *("--quiet", "--end-with-stdin", "--role=both", "--ignore-deadlines", f"--kv-secret-file={files.pages}"),
-        *(f"--api-key-file={files.user}", f"--admin-key-file={files.admin}"),
+        f"--api-key-file={files.user}",
         *(f"--served-model-name={name}" for name in names),
     ]
 

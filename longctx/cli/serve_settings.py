@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx import extras
-from longctx.cli.files import read_text
+from longctx.cli.files import check_output, read_text
 from longctx.cli.flags import naming, prefixing, read, refuse
 from longctx.cli.settings import engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import Peers
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger
     from longctx.cluster.engine_transfers import EngineTransfers
     from longctx.serving.engine.engine import Engine
+    from longctx.serving.server.auth import KeyRing
 
 _BUILTIN_NAME = "longctx-tiny"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -48,6 +49,8 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
         )
     if not (keys or hosts or is_public):
         hosts = (*_LOOPBACK, options.host)
+    if options.audit_log is not None and str(options.audit_log) != "-":
+        check_output("--audit-log", options.audit_log)
     return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
 
 
@@ -55,9 +58,19 @@ def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
     lines = list(getattr(options, f"{who}_key"))
     file = getattr(options, f"{who}_key_file")
     if file is not None:
-        lines += read_text(f"--{who}-key-file", file).splitlines()
+        lines += read_text(f"--{who}-key-file", file, is_secret=True).splitlines()
     with prefixing(f"--{who}-key: "):
         return read_keys(lines, who)
+
+
+def watch_keys(keys: "KeyRing", options: argparse.Namespace) -> None:
+    """Have the keys of a server read again when one of the files that flags name has changed."""
+
+    def read_again() -> tuple[ApiKey, ...]:
+        return ServerSettings(api_keys=_keys(options, "api"), admin_keys=_keys(options, "admin")).keys
+
+    paths = [path for path in (options.api_key_file, options.admin_key_file) if path is not None]
+    keys.watch(paths, read_again)
 
 
 def model_names(options: argparse.Namespace) -> tuple[str, ...]:
@@ -161,4 +174,4 @@ def joining(options: argparse.Namespace, address: str, is_open: Callable[[], boo
 def _join_key(options: argparse.Namespace) -> str | None:
     if options.join_key_file is None:
         return None
-    return read_text("--join-key-file", options.join_key_file).strip()
+    return read_text("--join-key-file", options.join_key_file, is_secret=True).strip()

@@ -140,7 +140,8 @@ class EngineTransfers:
         if prefill is not None:
             wanted, prefix = prefill.prefix, None
             if prefill.url is not None:
-                wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
+                wanted = PagePrefix(url=prefill.url, seconds=prefill.seconds, grant=prefill.grant)
+                prefix = prefill.prefix
         received = None if wanted is None else self.prefills.ask(prepared, headers, wanted, prefix, handoff)
         return Received(handoff, {}) if received is None and handoff is not None else received
 

@@ -104,7 +104,8 @@ class PrefillRequests:
 
         Args:
           prepared: the request.
-          headers: of the request. Those that say who sends it go along, as pages are found by the same tenant only.
+          headers: of the request. Those that say who sends it go along, as pages are found by the same tenant only; the
+            grant of `wanted` replaces its key.
           wanted: the server, and how many tokens; None of them: all full pages before the prompt's last token.
           prefix: from where that server gets the first pages.
           handoff: what has been computed of the request, without pages.
@@ -128,7 +129,11 @@ class PrefillRequests:
             seconds = 0.0 if lends else engine.scheduler.forecast.time.prefill_seconds(there, length)
         lease, count = secrets.token_hex(16), length + 1 if lends else len(prepared.tokens)
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
-        sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}
+        sent |= {"content-type": "application/json"}
+        if wanted.grant is None:
+            sent[TENANT_HEADER] = quote(prepared.request.tenant)
+        else:
+            sent["authorization"] = f"Bearer {wanted.grant}"
         pending = PendingSource(lambda: computing.cancel())
         source = lambda addresses, begin: self._source(addresses, lease, _MOST_SECONDS, begin)  # noqa: E731
         body = lambda: _body(prepared, lease, count, prefix, lends)  # noqa: E731

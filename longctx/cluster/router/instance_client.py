@@ -13,6 +13,7 @@ from longctx.models.validation import check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
+from longctx.serving.server.auth import make_grant
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
 
 _LOOK = httpx.Timeout(2.0)
@@ -134,7 +135,11 @@ class InstanceClient:
     def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
         self._http, self.url = http, url.rstrip("/")
         self._stream = HttpStream(self.url, _SILENCE)
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._key, self._headers = key, {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def grant(self, tenant: str) -> str | None:
+        """Return what lets another instance read prompts of a tenant there; None: there are no keys."""
+        return None if self._key is None else make_grant(self._key, tenant)
 
     async def info(self) -> ServerInfo:
         """Ask for `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
 from longctx.cluster.server_url import check_server_url
+from longctx.serving.server.settings import ApiKey
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,9 @@ class RouterSettings(NamedTuple):
     """Settings of a router alone.
 
     Attributes:
-      instance_key: of an administrator of the instances; None: they need none.
+      instance_key: of an administrator of the instances that have none of their own; None: they need none.
+      instance_keys: of an administrator of each of the others, by its name.
+      joiners: keys with which an instance of that name registers, and no other one.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
@@ -47,6 +51,8 @@ class RouterSettings(NamedTuple):
     """
 
     instance_key: str | None = None
+    instance_keys: Mapping[str, str] = MappingProxyType({})
+    joiners: Sequence[ApiKey] = ()
     bandwidth: float = 1e9
     latency: float = 0.0
     look_seconds: float = 0.25
@@ -153,7 +159,11 @@ class Instances:
             raise ValueError(
                 f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
             )
-        instance = Instance(name, InstanceClient(self._http, url, self._settings.instance_key), role)
+        instance = Instance(
+            name,
+            InstanceClient(self._http, url, self._settings.instance_keys.get(name, self._settings.instance_key)),
+            role,
+        )
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
         return instance

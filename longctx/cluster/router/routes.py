@@ -1,6 +1,5 @@
 """The routes of a router alone, and its app: instances of the cluster, how busy they are, and the page."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -16,8 +15,10 @@ from longctx.cluster.router.server import RouterServer
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.serving.server.app import app_of
+from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.page_feed import PageFeed
+from longctx.serving.server.routes.administration import own_load
 from longctx.serving.server.routes.page import PageModel, page_routes
 from longctx.serving.server.schemas import Body, body_of
 
@@ -47,6 +48,13 @@ class RoleBody(InstanceBody):
     role: Literal["prefill", "decode", "both"]
 
 
+def _check_own(client: Client, name: str | None) -> str:
+    """Return the name of the instance whose key a client has; raise ApiError if it names another one."""
+    if name not in (None, client.name):
+        raise ApiError(403, f"the key is that of the instance {client.name}, not {name!r}", "name", "admin_key_needed")
+    return client.name
+
+
 def make_router_app(server: RouterServer) -> FastAPI:
     """Make the ASGI app of a router."""
     routers = [_cluster_router(server), _loads_router(server), _page_router(server)]
@@ -62,8 +70,12 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         body = await server.bodies.fields(request, kind)
         url = (body.url or "").rstrip("/")
         found = next((each for each in instances if each.name == body.name or each.client.url == url), None)
+        client = client_of(request)
+        client.subject = str(body.name or url)
         if found is None:
             raise ApiError(404, f"there is no instance {body.name or body.url!r}", "name", "instance_not_found")
+        if not client.is_admin:
+            _check_own(client, found.name)
         return found, body
 
     @router.get("/cluster/instances")
@@ -74,9 +86,11 @@ def _cluster_router(server: RouterServer) -> APIRouter:
     @router.post("/cluster/register", openapi_extra=body_of(RegisterBody))
     async def register(request: Request) -> JSONResponse:
         """Add an instance, which joins when it answers; the same one again changes nothing."""
-        body = await server.bodies.fields(request, RegisterBody)
+        body, client = await server.bodies.fields(request, RegisterBody), client_of(request)
+        client.subject = f"{body.name} at {body.url}"
+        name = body.name if client.is_admin else _check_own(client, body.name)
         try:
-            instance = instances.add(body.url, body.name, body.role)
+            instance = instances.add(body.url, name, body.role)
         except ValueError as error:
             raise ApiError(400, str(error), "url", "instance_not_added") from None
         return JSONResponse({"name": instance.name, "state": instance.state, "role": instance.role})
@@ -131,9 +145,11 @@ def _loads_router(server: RouterServer) -> APIRouter:
     router = APIRouter(tags=["introspection"])
 
     @router.get("/load")
-    async def load() -> JSONResponse:
-        """Load of the cluster: its requests, the loads of its pools, and each instance."""
-        cluster = server.cluster
+    async def load(request: Request) -> JSONResponse:
+        """Load of the cluster: its requests, its pools and each instance; without the scope, the client's own."""
+        client, cluster = client_of(request), server.cluster
+        if not client.sees_all:
+            return JSONResponse(own_load(server, client.tenant))
         return JSONResponse(
             {
                 "num_running_reqs": cluster.num_running,
@@ -184,7 +200,7 @@ class _ClusterFeed(PageFeed):
         super().__init__(_INTERVAL)
         self._server = server
 
-    def _message(self, is_first: bool) -> str:
+    def _message(self, is_first: bool) -> dict[str, Any]:
         server, instances = self._server, _describe(self._server)
         queues = [each["estimates"]["queue_seconds"] for each in instances if each["estimates"]]
         load = {
@@ -198,7 +214,7 @@ class _ClusterFeed(PageFeed):
         }
         pools = {name: _finite(round(value, 3)) for name, value in server.loads().items()}
         message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": self._ended(is_first)}
-        return json.dumps(message | {"instances": instances, "pools": pools}, separators=(",", ":"))
+        return message | {"instances": instances, "pools": pools}
 
 
 def _finite(value: float) -> float | None:

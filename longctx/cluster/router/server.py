@@ -29,6 +29,7 @@ from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import KeyRing
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.request_parser import ChatFormat, RequestParser
@@ -155,6 +156,8 @@ class RouterServer(Frontend):
             config.slo.tpot,
         )
         super().__init__(parser, settings)
+        joiners = [dataclasses.replace(key, scopes=frozenset({"join"})) for key in router.joiners]
+        self.keys = KeyRing(settings.keys, joiners)
         self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from longctx.serving.server.auth import AuthMiddleware
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
+from longctx.serving.server.limits import LIMIT_HEADERS
 from longctx.serving.server.routes.administration import administration_router, monitoring_router
 from longctx.serving.server.routes.internal import internal_router
 from longctx.serving.server.routes.openai import caches_router, openai_router
@@ -50,14 +51,20 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(AuthMiddleware, settings=server.settings)
+    app.add_middleware(
+        AuthMiddleware,
+        settings=server.settings,
+        keys=server.keys,
+        audit=server.audit,
+        count_refusal=server.count_refusal,
+    )
     if server.settings.allow_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.settings.allow_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *LIMIT_HEADERS],
         )
     _describe_bodies(app)
     return app

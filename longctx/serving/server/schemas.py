@@ -89,11 +89,13 @@ class PagePrefix(Body):
       url: of its HTTP.
       tokens: how many; None: all full pages before the prompt's last token.
       seconds: predicted until it has read them; None: unknown.
+      grant: see `Prefill`.
     """
 
     url: Annotated[str, Field(max_length=2048)]
     tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    grant: Annotated[str, Field(max_length=4096)] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -107,11 +109,13 @@ class Prefill(Body):
       url: of that server; None: this one.
       prefix: the source of the first pages; None: the server that reads the prompt has or computes them.
       seconds: predicted until it has been read; None: unknown.
+      grant: opens that server for the tenant of the request, see `make_grant`. None: the key of this request does.
     """
 
     url: Annotated[str, Field(max_length=2048)] | None = None
     prefix: PagePrefix | None = None
     seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    grant: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class TransferParams(Body):

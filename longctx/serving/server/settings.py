@@ -1,39 +1,91 @@
 """Settings of a server: API keys, limits of clients, timeouts, and observers."""
 
+import hashlib
 import ipaddress
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from longctx.serving.validation import Count, Positive, Range, Seconds, check_fields, check_text
 
 LogFormat = Literal["text", "json"]
+Scope = Literal["generate", "metrics", "join", "migrate", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""Rights of a key: to use the model; to see figures of all tenants; to register as an instance of a cluster; to send
+requests of any tenant, as a cluster's router does; and all of these with administration."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[!-~]{8,512}")  # what a header can hold, without spaces
+_HASHED, _DIGEST = "sha256:", re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """API key with a name, which is the tenant of its requests. Only names are printed.
+    """API key with a name. Only names are printed.
+
+    Attributes:
+      name: no other key of a server has it.
+      key: the key itself, or `sha256:` and the hexadecimal digest of one that `hash_key` has hashed.
+      scopes: what it may do. None: what the place where it stands implies, `generate` or `admin`.
+      expires: seconds since 1970 from which on it opens nothing. None: it never expires.
+      requests, tokens: of its tenant in any 60 seconds, at most. None: as `ServerSettings` says.
+      tenant: of its requests. Empty: its name.
 
     Raises:
-      ValueError: a name or key that is too short or long, or has other characters than it may.
+      ValueError: a name or key that is too short or long, or has other characters than it may; an unknown scope.
     """
 
     name: str
     key: str = field(repr=False)
+    scopes: frozenset[Scope] | None = None
+    expires: float | None = None
+    requests: Positive | None = None
+    tokens: Positive | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {self.name!r}")
+        for name in (self.name, self.tenant or self.name):
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
         if not _KEY.fullmatch(self.key):
             raise ValueError(f"the key of {self.name} must be 8 to 512 visible ASCII characters")
+        if self.is_hashed and not _DIGEST.fullmatch(self.key.removeprefix(_HASHED)):
+            raise ValueError(f"the key of {self.name} must have 64 hexadecimal digits after {_HASHED}")
+        for scope in self.scopes or ():
+            if scope not in SCOPES:
+                raise ValueError(f"scopes of {self.name} must be of {', '.join(SCOPES)}, got {scope!r}")
+        if not self.tenant:
+            object.__setattr__(self, "tenant", self.name)
+        check_fields(self)
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether only the digest is known."""
+        return self.key.startswith(_HASHED)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key, 32 bytes."""
+        if self.is_hashed:
+            return bytes.fromhex(self.key.removeprefix(_HASHED))
+        return hashlib.sha256(self.key.encode()).digest()
+
+
+def hash_key(key: str) -> str:
+    """Return what stands for a key in a file of keys, so that who reads the file has no key.
+
+    It is a plain digest, which is enough for keys of 128 random bits and more, such as `longctx api-key` makes.
+    """
+    return _HASHED + hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
-    """Read keys from lines `KEY` or `NAME KEY`; empty lines and those with `#` in front are left out.
+    """Read keys from lines `KEY` or `NAME KEY [OPTION=VALUE ...]`; empty lines and those with `#` in front don't count.
+
+    Options are the other fields of `ApiKey`: `scopes=generate,metrics`, `expires=2027-01-31` (UTC, or with a time and
+    an offset, as ISO 8601 has them), `requests=60`, `tokens=100000`, `tenant=NAME`.
 
     Args:
       prefix: of the names of keys without one, which are numbered from 1.
@@ -46,14 +98,42 @@ def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 2:
-            raise ValueError(f"key {number} must be KEY or NAME KEY, and has {len(words)} words")
-        name = words[0] if len(words) == 2 else f"{prefix}-{number}"
-        keys.append(ApiKey(name, words[-1]))
+        name = words[0] if len(words) > 1 else f"{prefix}-{number}"
+        keys.append(ApiKey(name, words[min(1, len(words) - 1)], **_options(name, words[2:])))
     names = [key.name for key in keys]
     if len(set(names)) < len(names):
         raise ValueError(f"names of keys must be different, got {', '.join(names)}")
     return tuple(keys)
+
+
+def _options(key: str, words: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not value or name in found or name not in ("scopes", "expires", "requests", "tokens", "tenant"):
+            raise ValueError(
+                f"the line of {key} must be KEY or NAME KEY [OPTION=VALUE ...], each option once: scopes, expires, "
+                "requests, tokens or tenant"
+            )
+        if name == "scopes":
+            found[name] = frozenset(value.split(","))
+        elif name == "expires":
+            found[name] = _seconds(key, value)
+        elif name == "tenant":
+            found[name] = value
+        elif value.isdecimal() and len(value) < 16 and int(value) > 0:
+            found[name] = int(value)
+        else:
+            raise ValueError(f"{name} of {key} must be an integer above 0")
+    return found
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"expires of {key} must be as ISO 8601 has it, such as 2027-01-31T12:00:00Z") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def is_loopback(host: str) -> bool:
@@ -70,12 +150,17 @@ class ServerSettings:
     """Settings of a server; durations are seconds.
 
     Attributes:
-      api_keys: keys of clients; their names are the tenants. None: every client may use the server, as tenant "".
+      api_keys: keys of clients, each of a tenant. None: every client may use the server, as tenant "".
       admin_keys: needed for loads, profiles and aborts, where there are some. Without any keys, clients on this host
         alone may do that.
       allow_hosts: name by which clients may reach the server (the header Host, without its port). So a page of another
         site, whose name is made to point here, finds nothing. Empty: any name.
       allow_origins: web page from another host that may use the server from a browser (CORS).
+      requests_per_minute: requests of a tenant that begin in any 60 seconds, at most, where its key says no other
+        number. None: as many as there is room for.
+      tokens_per_minute: tokens of such requests, those of the prompt and those that the answer may have.
+      audit_log: file of administrative actions, refusals and failed authentication, a line of JSON each; `-` is
+        standard error. None: there is none.
       max_body_bytes: bytes of a request's body, at most.
       max_header_bytes: bytes of a request's headers, at most.
       header_timeout: seconds until a request's headers must be there.
@@ -104,6 +189,9 @@ class ServerSettings:
     admin_keys: tuple[ApiKey, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    audit_log: Path | None = None
     max_body_bytes: Positive = 64 * 2**20
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
     header_timeout: Seconds = 30.0
@@ -124,9 +212,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        keys = [key.key for key in (*self.api_keys, *self.admin_keys)]
-        if len(set(keys)) < len(keys):
+        digests = [key.digest for key in self.keys]
+        if len(set(digests)) < len(digests):
             raise ValueError("api_keys and admin_keys must be different keys, and one is there twice")
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All keys, with their scopes."""
+        places: tuple[tuple[tuple[ApiKey, ...], Scope], ...] = (self.api_keys, "generate"), (self.admin_keys, "admin")
+        return tuple(
+            key if key.scopes else replace(key, scopes=frozenset({scope})) for keys, scope in places for key in keys
+        )
 
 
 @dataclass(frozen=True)

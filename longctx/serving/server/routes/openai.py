@@ -4,14 +4,15 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from longctx.serving.request.output import Output
-from longctx.serving.server.auth import client_of
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
@@ -116,7 +117,9 @@ def caches_router(server: Server) -> APIRouter:
         server.check_accepting()
         async with server.bodies.read(request) as body:
             document: Document = await server.preparer.read("cache", body, origin_of(request))
-        return _json(server.caches.create(client_of(request).tenant, document))
+        client = client_of(request)
+        _charge(server, client, len(document.prepared.tokens))
+        return _json(server.caches.create(client.tenant, document))
 
     @router.get("/v1/caches")
     async def list_caches(request: Request) -> Response:
@@ -145,11 +148,19 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     async with server.bodies.read(request) as body:
         call = await server.read(kind, body, origin_of(request))
     try:
-        call, received = begin_transfer(server.transfers, call, request.headers, client.is_admin)
+        call, received = begin_transfer(
+            server.transfers, call, request.headers, client.may("migrate") or client.is_granted
+        )
     except ApiError as error:
         server.count_refusal(error)
         raise
-    active = await server.start_call(call_id, client.shown_id, call, arrival, request.headers, received)
+    settle = _charge(server, client, sum(map(_most_tokens, call.requests)))
+    try:
+        active = await server.start_call(call_id, client.shown_id, call, arrival, request.headers, received)
+    except BaseException:
+        settle(0)
+        raise
+    active.settle = settle
     writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
@@ -165,6 +176,23 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     if size > _LARGE:  # other clients don't wait for it
         return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
     return _json(writer.whole(outputs))
+
+
+def _most_tokens(prepared: PreparedRequest) -> int:
+    """Return how many tokens a request may use, its prompt's and those that its answer may have."""
+    sampling = prepared.request.sampling
+    return len(prepared.tokens) + sampling.n * sampling.max_tokens
+
+
+def _charge(server: Frontend, client: Client, tokens: int) -> Callable[[int], None]:
+    """Count tokens for a client's limit, see `TenantLimit.take_tokens`."""
+    if client.limit is None:
+        return lambda used: None
+    try:
+        return client.limit.take_tokens(tokens)
+    except ApiError as error:
+        server.count_refusal(error)
+        raise
 
 
 def origin_of(request: Request) -> Origin:
