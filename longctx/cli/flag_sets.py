@@ -239,6 +239,12 @@ class ServeFlags:
     allow_anonymous: Annotated[
         bool, "let other hosts' clients in without keys, where --host is not of this host alone"
     ] = False
+    tls_cert: Annotated[Path | None, "certificate in PEM, with those between it and its CA's. None: plain HTTP"] = None
+    tls_key: Annotated[Path | None, "its private key in PEM, which its owner alone may read"] = None
+    tls_ca: Annotated[
+        Path | None,
+        "CAs in PEM of a cluster's certificates: a server's clients need one, a router verifies its instances",
+    ] = None
     served_model_name: Annotated[tuple[str, ...], "name by which clients call the model"] = ()
     chat_template: Annotated[Path | None, "jinja2 template of chats. None: the tokenizer's own"] = None
     record: Annotated[

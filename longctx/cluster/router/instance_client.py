@@ -14,6 +14,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
+from longctx.serving.server.tls import Tls
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
@@ -129,11 +130,12 @@ class InstanceClient:
     Args:
       url: of its HTTP.
       key: of an administrator of the instance; None: it needs none.
+      tls: of the router, as `http` has it.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None, tls: Tls | None = None) -> None:
         self._http, self.url = http, url.rstrip("/")
-        self._stream = HttpStream(self.url, _SILENCE)
+        self._stream = HttpStream(self.url, _SILENCE, tls)
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def info(self) -> ServerInfo:

@@ -139,9 +139,9 @@ class AuthMiddleware:
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether a client on this host asks, by its address and by the name that it calls the server, and not a proxy."""
-    client = scope.get("client")
+    address, _ = scope.get("client") or ("", 0)
     is_forwarded = any(name in headers for name in _FORWARDED)
-    return bool(client) and is_loopback(client[0]) and is_loopback(_host(headers)) and not is_forwarded
+    return is_loopback(address) and is_loopback(_host(headers)) and not is_forwarded
 
 
 def _host(headers: Headers) -> str:

@@ -78,7 +78,11 @@ class ServerSettings:
       allow_origins: web page from another host that may use the server from a browser (CORS).
       max_body_bytes: bytes of a request's body, at most.
       max_header_bytes: bytes of a request's headers, at most.
-      header_timeout: seconds until a request's headers must be there.
+      max_connections: connections of clients, at most; no more than half of the descriptors that the process may have.
+        Beyond it, the one that has been idle longest makes room.
+      max_connections_by_address: connections of one IPv4 address, or one /64 network of IPv6, at most. None: half of
+        all.
+      header_timeout: seconds until a request's headers must be there, and a TLS handshake done.
       body_timeout: seconds until a request's body must be there.
       max_prompts: prompts of one request, at most.
       default_max_tokens: tokens of a chat's answer whose request doesn't say how many. It ends earlier where there is
@@ -106,6 +110,8 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = ()
     max_body_bytes: Positive = 64 * 2**20
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
+    max_connections: Positive = 16_384
+    max_connections_by_address: Positive | None = None
     header_timeout: Seconds = 30.0
     body_timeout: Seconds = 60.0
     max_prompts: Positive = 1024
