@@ -202,7 +202,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_ANSWERS,
         )
         super().__init__(config)
-        self.server, self._tls = server, tls
+        self.server, self.tls = server, tls
         self._needs_certificate = needs_certificate and tls is not None and tls.has_ca
         self._accepting: dict[asyncio.Task[None], Connection] = {}
         self._signalled: float | None = None
@@ -221,7 +221,7 @@ class HttpServer(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
-        if self._tls is not None:
+        if self.tls is not None:
             reload = lambda number, frame: self.loop.call_soon_threadsafe(self.reload)  # noqa: E731
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, reload)
         try:
@@ -242,8 +242,8 @@ class HttpServer(uvicorn.Server):
     def reload(self) -> None:
         """Read certificates again, for connections from now on; call it in the event loop."""
         try:
-            if self._tls is not None:
-                self._tls.load()
+            if self.tls is not None:
+                self.tls.load()
         except ValueError as error:
             logger.error("longctx: the certificates stay as they were: %s", error)
         else:
@@ -303,7 +303,7 @@ class HttpServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=self.loop
         )
         protocol.connection = connection
-        tls = None if self._tls is None else self._tls.server
+        tls = None if self.tls is None else self.tls.server
         timeout = None if tls is None else self.server.settings.header_timeout
         try:
             await self.loop.connect_accepted_socket(lambda: protocol, accepted, ssl=tls, ssl_handshake_timeout=timeout)
