@@ -22,6 +22,7 @@ from longctx.cli.serve_cluster import Secrets, engine_arguments, instance_argume
 from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
 from longctx.cluster.config import read_cluster
 from longctx.serving.server.auth import OPEN_PATHS
+from longctx.serving.server.settings import is_loopback
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -66,8 +67,8 @@ def test_scripts_have_flags_that_exist(path: Path) -> None:
     commands = commands_of(path)
     assert bool(commands) == (path.parent.name != "multi_host")
     for options in commands:
-        is_open = options.host not in ("127.0.0.1", "localhost") and options.host != "host"
-        assert not is_open or options.api_key_file or options.admin_key_file, "a server that lets others in has keys"
+        is_open = not is_loopback(options.host) and options.host != "host"
+        assert not is_open or options.api_key_file, "a server that lets others in has keys"
         if options.cluster is not None:
             read_cluster(path.parent / options.cluster.name, options.launcher)
 
