@@ -124,32 +124,37 @@ def test_idle_connections_time_out() -> None:
 
 PROGRAM = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
 from served import fake_engine, served
+from longctx.serving.server.connections import raise_descriptor_limit
 from longctx.serving.server.settings import ServerSettings
+raise_descriptor_limit()
 with served(fake_engine(), ServerSettings(prepare_processes=0)) as running:
     print(running.port, flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_probe_is_answered_beside_400_idle_connections_where_a_process_may_have_200_files() -> None:
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000, "the test itself needs them"
-    paths = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", PROGRAM, "200"]
+@pytest.mark.parametrize(("soft", "hard", "idle", "kept"), [(200, 200, 400, False), (1024, 8192, 1500, True)])
+def test_probes_are_answered_beside_idle_connections_whatever_the_limit_of_descriptors(
+    soft: int, hard: int, idle: int, kept: bool
+) -> None:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= hard, "the test itself needs them"
+    environment = {"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PROGRAM, str(soft), str(hard)]
     with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=paths) as process,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process,
         contextlib.ExitStack() as stack,
     ):
         assert process.stdout is not None
         address = "127.0.0.1", int(process.stdout.readline())
-        for _ in range(400):
-            stack.enter_context(socket.create_connection(address, 10))
+        connections = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(idle)]
         for _ in range(20):
             with socket.create_connection(address, 10) as probe:
                 assert b"200 OK" in ask(probe)
+        assert is_closed(connections[0]) != kept
         files = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
-        assert files < 180
+        assert files > idle if kept else files < 0.9 * soft
         process.communicate(b"")
 
 
