@@ -180,13 +180,15 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
             ask([(5 + number) * i % 200 for i in range(300 + 7 * number)], 20)
         pids = children(router)
         arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-        [key] = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
-        headers = {"authorization": f"Bearer {Path(os.fsdecode(key)).read_text().strip()}"}
+        files = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
+        own = [Path(os.fsdecode(file)).read_text().split()[1] for file in sorted(files)]
+        keys = dict(zip(("prefill", "decode"), own, strict=True))  # each instance has its own
         instances = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
         urls = {each["role"]: each["url"] for each in instances}
 
         def directly(role: str, params: dict[str, Any], count: int) -> dict[str, Any]:
             sent = body | {"prompt": list(range(150)), "max_tokens": count, "kv_transfer_params": params}
+            headers = {"authorization": f"Bearer {keys[role]}"}
             answer = httpx.post(f"{urls[role]}/v1/completions", json=sent, headers=headers, timeout=60)
             assert answer.status_code == 200, answer.text
             found: dict[str, Any] = answer.json()

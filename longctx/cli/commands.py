@@ -74,6 +74,7 @@ _SERVE = (
     ),
     Flags(ServerSettings, "server", without=("api_keys", "admin_keys", *_ACCESS)),
     Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file", "allow_anonymous")),
+    Flags(ServeFlags, "access", ("tls_cert", "tls_key", "tls_ca")),
     Flags(EngineConfig, "access", ("tenant_weights",)),
     Flags(ServerSettings, "access", _ACCESS),
     Flags(ServeFlags, "recording", ("record", "record_bytes")),

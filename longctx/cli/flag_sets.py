@@ -248,6 +248,12 @@ class ServeFlags:
     allow_anonymous: Annotated[
         bool, "let other hosts' clients in without keys, where --host is not of this host alone"
     ] = False
+    tls_cert: Annotated[Path | None, "certificate in PEM, with those between it and its CA's. None: plain HTTP"] = None
+    tls_key: Annotated[Path | None, "its private key in PEM, which its owner alone may read"] = None
+    tls_ca: Annotated[
+        Path | None,
+        "CAs in PEM of a cluster's certificates: a server's clients need one, a router verifies its instances",
+    ] = None
     served_model_name: Annotated[tuple[str, ...], "name by which clients call the model"] = ()
     chat_template: Annotated[Path | None, "jinja2 template of chats. None: the tokenizer's own"] = None
     record: Annotated[
@@ -284,9 +290,11 @@ class ClusterFlags:
 
     cluster: Annotated[Path | None, "TOML of a cluster: serve its instances; flags of engines stand in there"] = None
     launcher: Annotated[Launcher | None, "what starts them. None: as the file says"] = None
-    instance_key_file: Annotated[Path | None, "an administrator's key of instances that run already"] = None
+    instance_key_file: Annotated[
+        Path | None, "keys of instances that run already or join: 'NAME KEY' of each, or one KEY of all others"
+    ] = None
     join: Annotated[tuple[str, ...], "HOST:PORT of a cluster's router, whose instance this server becomes"] = ()
-    join_key_file: Annotated[Path | None, "an administrator's key of that router"] = None
+    join_key_file: Annotated[Path | None, "the key with which that router lets this instance join"] = None
     join_role: Annotated[Role | None, "role of this instance there at first, with --role both. None: --role"] = None
     join_name: Annotated[str | None, "name of this instance there. None: host and port"] = None
     join_url: Annotated[str | None, "URL by which the router reaches this server. None: its --host and port"] = None

@@ -22,6 +22,8 @@ from longctx.cli.serve_settings import (
     model_names,
     serve_config,
     server_settings,
+    server_url,
+    tls_of,
     watch_keys,
 )
 from longctx.cli.settings import parallel_plan
@@ -31,7 +33,6 @@ from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, Pr
 from longctx.cluster.launcher.ray_launcher import RayLauncher
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
-from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -39,10 +40,12 @@ from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, hash_key, read_keys
+from longctx.serving.server.tls import Tls
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
+_ROUTER |= {"tls_cert", "tls_key", "tls_ca"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
@@ -119,11 +122,12 @@ def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
     settings, observers, template = server_settings(options), read(ObserverSettings, options), chat_template(options)
+    tls = tls_of(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
         engine, launcher, keys = _prepare(options, file, folder)
-        make_server = _server_maker(options, file, engine, settings, template, keys)  # before anything is started
+        make_server = _server_maker(options, file, engine, settings, template, keys, tls)  # before anything is started
         stack.callback(launcher.close)
         try:
             addresses = launcher.start()
@@ -132,11 +136,11 @@ def serve_cluster(options: argparse.Namespace) -> int:
         server = make_server(addresses)
         watch_keys(server.keys, options)
         _log_requests(observers, stack, server.cluster)
-        http = HttpServer(server, app=make_router_app(server))
+        http = HttpServer(server, make_router_app(server), tls, needs_certificate=False)  # its users have keys
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
         ended = threading.Event()
-        console, url = Console(options.quiet), f"http://{host_port(*listener.getsockname()[:2])}"
+        console, url = Console(options.quiet), server_url(listener, tls)
         console.note(f"router   at {url}; {len(addresses)} instances by {file.launcher}")
         watch = threading.Thread(target=_watch, args=(server, http, launcher, len(addresses), ended, console, url))
         watch.start()
@@ -185,10 +189,12 @@ def _prepare(
         engine = command_parser("serve").parse_args(common)
         check_transfer_flags(engine)
         serve_config(engine)
+    schemes: dict[str, str] = {}
     for each in starts:
         with prefixing(f"{place}[[instances]] {each.name}: "):
             parsed = command_parser("serve").parse_args([*common, *own[each.name]])
             serve_config(parsed)
+            schemes[each.name] = "http" if parsed.tls_cert is None else "https"
             num_devices = parallel_plan(parsed).num_devices
             if num_devices % each.processes:
                 message = "processes must divide the {} devices of --stage, --context and --tensor, got {}"
@@ -198,7 +204,8 @@ def _prepare(
         keys.own[each.name] = secrets.token_hex(32)
         admin = _write_secret(folder / f"admin-{number}", f"router {keys.own[each.name]}")
         command = instance_command(common, [*own[each.name], f"--admin-key-file={admin}"])
-        launched.append(Launched(each.name, each.role, command, (*map(str, files), str(admin)), _environments(each)))
+        paths = (*map(str, files), str(admin))
+        launched.append(Launched(each.name, each.role, command, paths, _environments(each), schemes[each.name]))
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     launcher = RayLauncher(launched, file.ray, known) if file.launcher == "ray" else ProcessLauncher(launched, known)
     return engine, launcher, keys
@@ -219,6 +226,7 @@ def _server_maker(
     settings: ServerSettings,
     template: ChatTemplate | None,
     keys: InstanceKeys,
+    tls: Tls | None,
 ) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
@@ -232,6 +240,7 @@ def _server_maker(
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
         metrics_prefix=options.metrics_prefix,
+        tls=tls,
     )
     config = serve_config(engine)
     config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it

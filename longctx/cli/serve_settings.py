@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import TYPE_CHECKING
 
 from longctx import extras
 from longctx.cli.files import check_output, read_text
-from longctx.cli.flags import naming, prefixing, read, refuse
+from longctx.cli.flags import flag, naming, prefixing, read, refuse
 from longctx.cli.settings import engine_config, page_hash_key, tier_config
 from longctx.cluster.peers import Peers
+from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
 from longctx.serving.kv_cache.secret import read_secret
 from longctx.serving.server.settings import ApiKey, ServerSettings, is_loopback, read_keys
+from longctx.serving.server.tls import Tls
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger
@@ -73,6 +76,22 @@ def watch_keys(keys: "KeyRing", options: argparse.Namespace) -> None:
     keys.watch(paths, read_again)
 
 
+def tls_of(options: argparse.Namespace) -> Tls | None:
+    """Read the certificates that the flags name; None: plain HTTP. ValueError names the flag."""
+    if options.tls_cert is None and options.tls_key is None:
+        refuse(options, ("tls_ca",), "needs --tls-cert and --tls-key")
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise ValueError("--tls-cert and --tls-key must be given together")
+    with naming({name: flag(name) for name in ("tls_cert", "tls_key", "tls_ca")}):
+        return Tls(options.tls_cert, options.tls_key, options.tls_ca)
+
+
+def server_url(listener: socket.socket, tls: Tls | None) -> str:
+    """Return the URL of a server that listens."""
+    return f"{'http' if tls is None else 'https'}://{host_port(*listener.getsockname()[:2])}"
+
+
 def model_names(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the names by which clients may call the model; the first one is in the answers, and never a path."""
     if options.served_model_name:
@@ -111,13 +130,13 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: no other host can reach that address")
 
 
-def make_transfers(options: argparse.Namespace, engine: "Engine") -> "EngineTransfers":
+def make_transfers(options: argparse.Namespace, tls: Tls | None, engine: "Engine") -> "EngineTransfers":
     """Make what moves an engine's requests to and from others, by the flags."""
     from longctx.cluster.engine_transfers import EngineTransfers
 
     messenger = make_messenger(options, engine)
     with naming(_TRANSFERS):
-        return EngineTransfers(messenger, options.kv_peer, options.role)
+        return EngineTransfers(messenger, options.kv_peer, options.role, tls)
 
 
 def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMessenger":
@@ -155,23 +174,31 @@ def check_join_flags(options: argparse.Namespace) -> None:
         router_url(each)
     if options.join_url is not None:
         check_join_url(options.join_url)
+        if options.join_url.startswith("http:") and options.tls_cert is not None:
+            raise ValueError("--join-url must be https://HOST:PORT, as --tls-cert is given")
     if options.join_url is None and options.host in _ANY:
         raise ValueError(f"--join with --host {options.host} needs --join-url: where the router reaches this server")
     _join_key(options)
 
 
-def joining(options: argparse.Namespace, address: str, is_open: Callable[[], bool]) -> AbstractContextManager[object]:
-    """Return what registers the server with routers, while it is entered."""
+def joining(
+    options: argparse.Namespace, url: str, is_open: Callable[[], bool], tls: Tls | None
+) -> AbstractContextManager[object]:
+    """Return what registers the server with routers, while it is entered; at `url` unless the flags say otherwise."""
     if not options.join:
         return contextlib.nullcontext()
     from longctx.cluster.join import Joining
 
-    url = options.join_url or f"http://{address}"
     role = options.join_role or options.role
-    return Joining(options.join, url, role, is_open, _join_key(options), options.join_name)
+    return Joining(options.join, options.join_url or url, role, is_open, _join_key(options), options.join_name, tls)
 
 
 def _join_key(options: argparse.Namespace) -> str | None:
     if options.join_key_file is None:
         return None
-    return read_text("--join-key-file", options.join_key_file, is_secret=True).strip()
+    lines = read_text("--join-key-file", options.join_key_file, is_secret=True).splitlines()
+    with prefixing("--join-key-file: "):
+        keys = read_keys(lines, "join")
+        if len(keys) != 1 or keys[0].is_hashed:
+            raise ValueError("one key must stand there as it is, a line KEY or NAME KEY")
+    return keys[0].key

@@ -28,6 +28,7 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
+from longctx.serving.server.tls import Tls
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
@@ -44,6 +45,7 @@ class EngineTransfers:
       peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
+      tls: of the server, for requests to others.
 
     Attributes:
       prefills: requests to other servers to compute prompts.
@@ -52,7 +54,9 @@ class EngineTransfers:
       ValueError: a role or peer can't be.
     """
 
-    def __init__(self, messenger: EngineMessenger, peers: Sequence[str] = (), role: Role = "both") -> None:
+    def __init__(
+        self, messenger: EngineMessenger, peers: Sequence[str] = (), role: Role = "both", tls: Tls | None = None
+    ) -> None:
         engine = messenger.engine
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
             stack.callback(messenger.close)
@@ -60,7 +64,7 @@ class EngineTransfers:
                 raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
             self._peers = Peers(peers, messenger.host)
             self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
-            self.prefills = PrefillRequests(engine, self._source_at, self.check_peer)
+            self.prefills = PrefillRequests(engine, self._source_at, self.check_peer, tls)
             stack.callback(self.prefills.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None

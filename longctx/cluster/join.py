@@ -1,6 +1,7 @@
 """`Joining`: the registration of a server with the routers of a cluster, repeated when they come back."""
 
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import httpx
 
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.server_url import check_server_url, split_server_url
+from longctx.serving.server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ class Joining:
       is_open: whether the server takes requests now.
       key: of an administrator of the routers; None: they need none.
       name: of the instance; None: its host and port.
+      tls: of the server. Routers without a scheme in their addresses are `https://` then.
       seconds: between two registrations.
 
     Raises:
@@ -40,12 +43,13 @@ class Joining:
         is_open: Callable[[], bool],
         key: str | None = None,
         name: str | None = None,
+        tls: Tls | None = None,
         seconds: float = _EVERY,
     ) -> None:
-        self._routers = [router_url(each) for each in routers]
+        self._routers = [router_url(each, "http" if tls is None else "https") for each in routers]
         self._body = {"url": check_join_url(url), "name": name, "role": role}
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self._is_open, self._seconds = is_open, seconds
+        self._is_open, self._tls, self._seconds = is_open, tls, seconds
         self._said: dict[str, str] = {}  # the last logged state of each router
         self._is_closing = threading.Event()
         self._threads = [
@@ -63,19 +67,20 @@ class Joining:
             each.join(2 * _TIMEOUT)
 
     def _run(self, router: str) -> None:
-        is_known = False
-        with httpx.Client(trust_env=False, timeout=_TIMEOUT, headers=self._headers) as client:
-            while not self._is_closing.is_set():
-                if self._is_open():
-                    is_known = self._tell(client, router, "register", self._body) or is_known
-                self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
-            if is_known:
-                self._tell(client, router, "remove", {"url": self._body["url"]})
+        is_known, system = False, ssl.create_default_context()
+        while not self._is_closing.is_set():
+            if self._is_open():
+                is_known = self._tell(system, router, "register", self._body) or is_known
+            self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
+        if is_known:
+            self._tell(system, router, "remove", {"url": self._body["url"]})
 
-    def _tell(self, client: httpx.Client, router: str, what: str, body: dict[str, Any]) -> bool:
-        """Post a body to a router; return whether it has accepted it."""
+    def _tell(self, system: ssl.SSLContext, router: str, what: str, body: dict[str, Any]) -> bool:
+        """Post a body to a router; return whether it has accepted it. `system`: without `tls`, the system's CAs."""
+        verify = system if self._tls is None else self._tls.client  # another one after a reload
         try:
-            answer = client.post(f"{router}/cluster/{what}", json=body)
+            with httpx.Client(trust_env=False, timeout=_TIMEOUT, headers=self._headers, verify=verify) as client:
+                answer = client.post(f"{router}/cluster/{what}", json=body)
             said = "it is known there" if answer.status_code == 200 else f"{answer.status_code} {_reason(answer)}"
         except httpx.HTTPError as error:
             answer, said = None, f"no answer: {type(error).__name__}"
@@ -86,9 +91,9 @@ class Joining:
         return answer is not None and answer.status_code == 200
 
 
-def router_url(text: str) -> str:
+def router_url(text: str, scheme: str = "http") -> str:
     """Return the URL of a router, from `HOST:PORT` or a URL; ValueError: it is none."""
-    url = text if "://" in text else f"http://{text}"
+    url = text if "://" in text else f"{scheme}://{text}"
     parts = split_server_url(url)
     if parts is None or parts.port is None:
         raise ValueError(f"join must be HOST:PORT, got {text!r}")

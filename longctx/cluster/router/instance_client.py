@@ -15,6 +15,7 @@ from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.auth import make_grant
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
+from longctx.serving.server.tls import Tls
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
@@ -130,11 +131,12 @@ class InstanceClient:
     Args:
       url: of its HTTP.
       key: of an administrator of the instance; None: it needs none.
+      tls: of the router, as `http` has it.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None, tls: Tls | None = None) -> None:
         self._http, self.url = http, url.rstrip("/")
-        self._stream = HttpStream(self.url, _SILENCE)
+        self._stream = HttpStream(self.url, _SILENCE, tls)
         self._key, self._headers = key, {} if key is None else {"authorization": f"Bearer {key}"}
 
     def grant(self, tenant: str) -> str | None:

@@ -20,10 +20,12 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import InstanceSpec, Report
+from longctx.cluster.http_client import make_client
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
 from longctx.cluster.server_url import check_server_url
 from longctx.serving.server.settings import ApiKey
+from longctx.serving.server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class RouterSettings(NamedTuple):
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
+      tls: of the router; None: instances have certificates of a CA that the system knows, or plain HTTP.
     """
 
     instance_key: str | None = None
@@ -58,6 +61,7 @@ class RouterSettings(NamedTuple):
     look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
+    tls: Tls | None = None
 
 
 State = Literal["joining", "open", "draining", "dead", "excluded"]
@@ -130,9 +134,7 @@ class Instances:
         self._page_size, self._keys, self._vocab_size, self._max_length = page_size, keys, vocab_size, max_length
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._http = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        )
+        self._http = make_client(settings.tls, httpx.Limits(max_connections=None, max_keepalive_connections=256))
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self.by_name.values()))
@@ -159,11 +161,8 @@ class Instances:
             raise ValueError(
                 f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
             )
-        instance = Instance(
-            name,
-            InstanceClient(self._http, url, self._settings.instance_keys.get(name, self._settings.instance_key)),
-            role,
-        )
+        key = self._settings.instance_keys.get(name, self._settings.instance_key)
+        instance = Instance(name, InstanceClient(self._http, url, key, self._settings.tls), role)
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
         return instance

@@ -157,7 +157,7 @@ class RouterServer(Frontend):
         )
         super().__init__(parser, settings)
         joiners = [dataclasses.replace(key, scopes=frozenset({"join"})) for key in router.joiners]
-        self.keys = KeyRing(settings.keys, joiners)
+        self.keys = KeyRing(settings.keys, joiners, bool(settings.api_keys))
         self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)

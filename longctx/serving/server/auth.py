@@ -134,18 +134,22 @@ class KeyRing:
 
     Args:
       more: keys that stay when the others are read again.
+      needs_key: whether clients need one; else administrators alone do.
 
     Attributes:
       has_keys: whether there has been any key. A server that needs keys goes on to need them.
-      has_clients: whether there has been any for the scope `generate`: then clients need one.
     """
 
     def __init__(
-        self, keys: Sequence[ApiKey], more: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Sequence[ApiKey],
+        more: Sequence[ApiKey] = (),
+        needs_key: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._salt, self._more = secrets.token_bytes(32), tuple(more)
-        self.has_keys = self.has_clients = False
+        self.has_keys, self.needs_key = False, needs_key
         self._limits: dict[str, TenantLimit] = {}
         self._paths: tuple[Path, ...] = ()
         self._read: Callable[[], Sequence[ApiKey]] | None = None
@@ -203,7 +207,6 @@ class KeyRing:
     def _set(self, keys: Sequence[ApiKey]) -> None:
         self._keys = {self._salted(key.digest): key for key in (*self._more, *keys)}
         self.has_keys = self.has_keys or bool(self._keys)
-        self.has_clients = self.has_clients or any("generate" in (key.scopes or ()) for key in keys)
 
     def _salted(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._salt, digest_size=16).digest()
@@ -293,7 +296,7 @@ class AuthMiddleware:
         self._identify(scope, headers, client, is_open)
         if is_open:
             return
-        needed = _scope_of(path)
+        needed = scope_of(path)
         if not client.name and not client.is_admin and path in (*_LOADS, *_ABORTS, "/load"):
             needed = "admin"  # of who has no key, nothing is known as its own
         if needed is not None and not client.may(needed):
@@ -343,7 +346,7 @@ class AuthMiddleware:
         elif found is not None:
             client.name = found.name
             raise _unknown(headers, "the key has expired")
-        elif keys.has_clients:
+        elif keys.needs_key:
             raise _unknown(headers)
         else:
             client.scopes = _ANONYMOUS
@@ -354,7 +357,7 @@ class AuthMiddleware:
             event = "authentication_failed"
         elif status in (403, 421, 429):
             event = "refused"
-        elif _scope_of(path) in _ACTIONS and scope["method"] not in ("GET", "HEAD"):
+        elif scope_of(path) in _ACTIONS and scope["method"] not in ("GET", "HEAD"):
             event = "action"
         else:
             return
@@ -377,7 +380,7 @@ _ALL: frozenset[KeyScope] = frozenset(SCOPES)
 _ANONYMOUS: frozenset[KeyScope] = frozenset({"generate", "metrics"})
 
 
-def _scope_of(path: str) -> KeyScope | None:
+def scope_of(path: str) -> KeyScope | None:
     """Return the scope that a path needs; None: any key will do."""
     if path in _SCOPES:
         return _SCOPES[path]
@@ -394,9 +397,9 @@ def _unknown(headers: Headers, problem: str = "the key is not known") -> ApiErro
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether a client on this host asks, by its address and by the name that it calls the server, and not a proxy."""
-    client = scope.get("client")
+    address, _ = scope.get("client") or ("", 0)
     is_forwarded = any(name in headers for name in _FORWARDED)
-    return client is not None and is_loopback(client[0]) and is_loopback(_host(headers)) and not is_forwarded
+    return is_loopback(address) and is_loopback(_host(headers)) and not is_forwarded
 
 
 def _host(headers: Headers) -> str:

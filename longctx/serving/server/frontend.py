@@ -69,7 +69,7 @@ class Frontend(ABC):
         self.tokenizer, self.chat_format = parser.tokenizer, parser.chat_format
         self.token_bytes = TokenBytes(parser.tokenizer)
         self.preparer = Preparer(parser, settings.prepare_processes)
-        self.keys, self.audit = KeyRing(settings.keys), AuditLog(settings.audit_log)
+        self.keys, self.audit = KeyRing(settings.keys, needs_key=bool(settings.api_keys)), AuditLog(settings.audit_log)
         self.bodies = Bodies(settings)
         self.calls: dict[str, ActiveCall] = {}
         self.failures: dict[str, ApiError] = {}

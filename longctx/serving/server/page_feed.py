@@ -176,7 +176,9 @@ class EngineFeed(PageFeed):
 
 def _text(message: dict[str, Any], tenant: str | None) -> str:
     """Return a message as JSON, for a viewer who sees one tenant's requests; None: all of them."""
-    own = {name: [each for owner, each in message[name] if tenant in (None, owner)] for name in ("reading", "ended")}
+    own: dict[str, Any] = {
+        name: [each for owner, each in message[name] if tenant in (None, owner)] for name in ("reading", "ended")
+    }
     if tenant is not None:
         hidden = dict.fromkeys(message["load"], 0) | {"time": message["load"]["time"], "held": [0]}
         own |= {name: [] if isinstance(value, list) else {} for name, value in message.items() if name not in own}

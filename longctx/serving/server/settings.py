@@ -46,9 +46,8 @@ class ApiKey:
     tenant: str = ""
 
     def __post_init__(self) -> None:
-        for name in (self.name, self.tenant or self.name):
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+        if not (_NAME.fullmatch(self.name) and _NAME.fullmatch(self.tenant or self.name)):
+            raise ValueError("names of keys and tenants must be 1 to 64 letters, digits, '.', '_' or '-'")
         if not _KEY.fullmatch(self.key):
             raise ValueError(f"the key of {self.name} must be 8 to 512 visible ASCII characters")
         if self.is_hashed and not _DIGEST.fullmatch(self.key.removeprefix(_HASHED)):
@@ -99,40 +98,44 @@ def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
         if not words or words[0].startswith("#"):
             continue
         name = words[0] if len(words) > 1 else f"{prefix}-{number}"
-        keys.append(ApiKey(name, words[min(1, len(words) - 1)], **_options(name, words[2:])))
+        keys.append(ApiKey(name, words[min(1, len(words) - 1)], **_options(number, words[1:])))
     names = [key.name for key in keys]
     if len(set(names)) < len(names):
         raise ValueError(f"names of keys must be different, got {', '.join(names)}")
     return tuple(keys)
 
 
-def _options(key: str, words: Sequence[str]) -> dict[str, Any]:
+def _options(line: int, words: Sequence[str]) -> dict[str, Any]:
+    """Read the options behind the key, the first of the words, which must be none itself."""
     found: dict[str, Any] = {}
-    for word in words:
+    for i, word in enumerate(words):
         name, _, value = word.partition("=")
-        if not value or name in found or name not in ("scopes", "expires", "requests", "tokens", "tenant"):
+        is_option = bool(value) and name in ("scopes", "expires", "requests", "tokens", "tenant")
+        if i == 0 and not is_option:
+            continue
+        if i == 0 or not is_option or name in found:
             raise ValueError(
-                f"the line of {key} must be KEY or NAME KEY [OPTION=VALUE ...], each option once: scopes, expires, "
+                f"key {line} must be KEY or NAME KEY [OPTION=VALUE ...], each option once: scopes, expires, "
                 "requests, tokens or tenant"
             )
         if name == "scopes":
             found[name] = frozenset(value.split(","))
         elif name == "expires":
-            found[name] = _seconds(key, value)
+            found[name] = _seconds(line, value)
         elif name == "tenant":
             found[name] = value
         elif value.isdecimal() and len(value) < 16 and int(value) > 0:
             found[name] = int(value)
         else:
-            raise ValueError(f"{name} of {key} must be an integer above 0")
+            raise ValueError(f"key {line}: {name} must be an integer above 0")
     return found
 
 
-def _seconds(key: str, text: str) -> float:
+def _seconds(line: int, text: str) -> float:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"expires of {key} must be as ISO 8601 has it, such as 2027-01-31T12:00:00Z") from None
+        raise ValueError(f"key {line}: expires must be as ISO 8601 has it, such as 2027-01-31T12:00:00Z") from None
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
@@ -163,7 +166,11 @@ class ServerSettings:
         standard error. None: there is none.
       max_body_bytes: bytes of a request's body, at most.
       max_header_bytes: bytes of a request's headers, at most.
-      header_timeout: seconds until a request's headers must be there.
+      max_connections: connections of clients, at most; no more than half of the descriptors that the process may have.
+        Beyond it, the one that has been idle longest makes room.
+      max_connections_by_address: connections of one IPv4 address, or one /64 network of IPv6, at most. None: half of
+        all.
+      header_timeout: seconds until a request's headers must be there, and a TLS handshake done.
       body_timeout: seconds until a request's body must be there.
       max_prompts: prompts of one request, at most.
       default_max_tokens: tokens of a chat's answer whose request doesn't say how many. It ends earlier where there is
@@ -194,6 +201,8 @@ class ServerSettings:
     audit_log: Path | None = None
     max_body_bytes: Positive = 64 * 2**20
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
+    max_connections: Positive = 16_384
+    max_connections_by_address: Positive | None = None
     header_timeout: Seconds = 30.0
     body_timeout: Seconds = 60.0
     max_prompts: Positive = 1024

@@ -33,8 +33,8 @@ TEXT = "The pass key of lemon is 5312. The old road crossed the field behind the
 class Routed:
     """A running router, and clients of it."""
 
-    def __init__(self, http: HttpServer, server: RouterServer, port: int) -> None:
-        self.http, self.server, self.url = http, server, f"http://127.0.0.1:{port}"
+    def __init__(self, http: HttpServer, server: RouterServer, port: int, scheme: str = "http") -> None:
+        self.http, self.server, self.url = http, server, f"{scheme}://127.0.0.1:{port}"
         self.clients = contextlib.ExitStack()
 
     def client(self, **options: Any) -> httpx.Client:
@@ -90,10 +90,11 @@ def routed(
         router,
     )
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(server, app=make_router_app(server))
+    tls = None if router is None else router.tls
+    http = HttpServer(server, make_router_app(server), tls, needs_certificate=False)
     thread = threading.Thread(target=http.run, args=([listener],), name="router")
     thread.start()
-    running = Routed(http, server, listener.getsockname()[1])
+    running = Routed(http, server, listener.getsockname()[1], "http" if tls is None else "https")
     try:
         running.wait_until("the router listens", lambda: http.started)
         if is_ready:

@@ -17,6 +17,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.server.relay import EventLine, decode_events
 from longctx.serving.server.settings import ApiKey, ServerSettings
+from longctx.serving.server.tls import Tls
 
 NAME = "tiny"
 CONFIG = EngineConfig(
@@ -42,7 +43,7 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
 
 
 def make_transfers(engine: Engine, **options: Any) -> EngineTransfers:
-    own = {name: options.pop(name) for name in ("peers", "role") if name in options}
+    own = {name: options.pop(name) for name in ("peers", "role", "tls") if name in options}
     return EngineTransfers(EngineMessenger(engine, **options), **own)
 
 
@@ -52,13 +53,14 @@ def instance(
     role: Role = "both",
     keys: tuple[ApiKey, ...] = (),
     admin_keys: tuple[ApiKey, ...] = (),
+    tls: Tls | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
-    made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, **options)}
+    made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, tls=tls, **options)}
     made |= {"warm_up": lambda engine: None}
     settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admin_keys)
-    with served(engine, settings, names=(NAME,), **made) as running:
+    with served(engine, settings, names=(NAME,), tls=tls, **made) as running:
         yield running
 
 

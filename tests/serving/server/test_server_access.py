@@ -244,7 +244,15 @@ def test_files_of_keys_have_names_and_comments() -> None:
 
 
 @pytest.mark.parametrize(
-    "lines", [["a b c"], ["short"], ["n\u00e4me long-enough"], ["a long-enough", "a long-enough-2"]]
+    "lines",
+    [
+        ["a b c"],
+        ["long-enough scopes=metrics"],
+        ["long-enough! a"],
+        ["short"],
+        ["n\u00e4me long-enough"],
+        ["a long-enough", "a long-enough-2"],
+    ],
 )
 def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
     with pytest.raises(ValueError, match="key") as caught:
@@ -256,11 +264,11 @@ def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
     "options",
     [
         *("scopes=all", "scopes=", "expires=soon", "requests=0", "requests=1.5", "tokens=-1", "tenant=a,b", "what=1"),
-        *("requests=1 requests=2", "more"),
+        *("requests=1 requests=2", "more", "tokens=1 more"),
     ],
 )
 def test_options_of_keys_are_checked(options: str) -> None:
-    with pytest.raises(ValueError, match="ann") as caught:
+    with pytest.raises(ValueError, match=r"key 2|ann|names of keys") as caught:
         read_keys(["first-key-1", f"ann long-enough {options}"], "api")
     assert "long-enough" not in str(caught.value)
 

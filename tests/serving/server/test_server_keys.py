@@ -69,6 +69,13 @@ def test_scopes_open_what_they_are_for_and_nothing_else() -> None:
             assert answer.status_code == (200 if scope in ("migrate", "admin") else 403), scope
 
 
+def test_a_file_of_clients_without_clients_lets_none_in() -> None:
+    with guarded("router the-router-s-key scopes=admin") as (_, client):
+        for path in ("/v1/models", "/version", "/metrics", "/load"):
+            assert client.get(path).status_code == 401, path
+            assert client.get(path, headers=bearer("the-router-s-key")).status_code == 200, path
+
+
 def test_a_hash_opens_nothing_by_itself_and_keys_expire() -> None:
     lines = [
         f"ann {hash_key('key-of-ann')}",
