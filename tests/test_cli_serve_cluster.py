@@ -201,6 +201,7 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
 
         moved: dict[str, float] = {}
         for each in instances:
+            headers = {"authorization": f"Bearer {keys[each['role']]}"}
             lines = httpx.get(f"{each['url']}/metrics", headers=headers).text
             for way, number in re.findall(
                 r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M
