@@ -27,6 +27,7 @@ from longctx.cli.serve_settings import (
     make_messenger,
     make_transfers,
     model_names,
+    observer_settings,
     serve_config,
     server_settings,
 )
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         serve_config(options),
         server_settings(options),
         read(AdmissionLimits, options),
-        read(ObserverSettings, options),
+        observer_settings(options),
         chat_template(options),
     )
     names = {key.name for key in settings.server.api_keys}
@@ -119,9 +120,9 @@ def _serve(
     server = Server(
         engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
     )
-    http = HttpServer(server)
+    http, page_hash = HttpServer(server), engine.core.page_hash
     interrupts.leave_to_python()
-    with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):
+    with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open, page_hash):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()

@@ -15,8 +15,9 @@ from longctx.cluster.peers import Peers
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.secret import read_secret
-from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_messenger import EngineMessenger
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from longctx.serving.engine.engine import Engine
 
 _BUILTIN_NAME = "longctx-tiny"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
 
@@ -40,9 +41,26 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
     if options.profile_dir is not None and not options.profile_dir.is_dir():
         raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
     keys, hosts = _keys(options, "api"), tuple(name.lower() for name in options.allow_hosts)
-    if not (keys or hosts) and options.host in _LOOPBACK:
-        hosts = _LOOPBACK
+    if not (keys or hosts) and options.host in LOOPBACK:
+        hosts = LOOPBACK
     return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
+
+
+def observer_settings(options: argparse.Namespace) -> ObserverSettings:
+    """Make the settings of a server's observers from the flags."""
+    settings = read(ObserverSettings, options, kv_events_secret=pages_secret(options))
+    if settings.kv_events is not None and not settings.kv_events_plain and settings.kv_events_secret is None:
+        from longctx.serving.server.kv_publisher import check_reach
+
+        check_reach(settings.kv_events, settings.kv_events_replay)  # before anything is loaded
+    return settings
+
+
+def pages_secret(options: argparse.Namespace) -> str | None:
+    """Read `--kv-secret-file`; None: it is not given."""
+    if options.kv_secret_file is None:
+        return None
+    return read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
 
 
 def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
@@ -105,13 +123,12 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
     """Make what moves an engine's pages, by the flags; a process that follows another one has nothing more."""
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
     with naming(_TRANSFERS):
         return EngineMessenger(
             engine,
             options.kv_host,
             options.kv_port,
-            secret,
+            pages_secret(options),
             options.kv_advertise,
             messenger=options.kv_messenger,
             is_plain=options.kv_plain,
@@ -141,15 +158,18 @@ def check_join_flags(options: argparse.Namespace) -> None:
     _join_key(options)
 
 
-def joining(options: argparse.Namespace, address: str, is_open: Callable[[], bool]) -> AbstractContextManager[object]:
+def joining(
+    options: argparse.Namespace, address: str, is_open: Callable[[], bool], page_hash: PageHash | None
+) -> AbstractContextManager[object]:
     """Return what registers the server with routers, while it is entered."""
     if not options.join:
         return contextlib.nullcontext()
     from longctx.cluster.join import Joining
 
+    assert page_hash is not None, "--join needs --role, which needs a prefix cache"
     url = options.join_url or f"http://{address}"
     role = options.join_role or options.role
-    return Joining(options.join, url, role, is_open, _join_key(options), options.join_name)
+    return Joining(options.join, url, role, is_open, page_hash, _join_key(options), options.join_name)
 
 
 def _join_key(options: argparse.Namespace) -> str | None:

@@ -40,6 +40,8 @@ class RouterSettings(NamedTuple):
 
     Attributes:
       instance_key: of an administrator of the instances; None: they need none.
+      secret: that all instances share, by which their KV events are read; None: these are plain.
+      peers: hosts that instances may register from, besides this machine, see `Peers`.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
@@ -47,6 +49,8 @@ class RouterSettings(NamedTuple):
     """
 
     instance_key: str | None = None
+    secret: str | None = None
+    peers: tuple[str, ...] = ()
     bandwidth: float = 1e9
     latency: float = 0.0
     look_seconds: float = 0.25
@@ -280,7 +284,7 @@ class Instances:
         host = f"[{host}]" if ":" in host else host
         replay = None if found.replay is None else _reachable(found.replay, host)
         try:
-            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic)
+            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic, found.is_encrypted)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"its KV events can't be read: {error}") from None
 

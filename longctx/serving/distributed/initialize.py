@@ -42,7 +42,8 @@ def initialize(
       ports: (first, last) of the ports of which process 0 listens on one beside the coordinator's. None: any.
       group_secret: text of at least 32 characters that all processes share, as from `longctx group-secret`: only
         processes with it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must
-        be a loopback address.
+        be a loopback address, and all processes of one user, who has a secret of his own (0600, in
+        `~/.local/state/longctx`).
 
     Returns:
       The group, which is what `Engine` and `make_process_mesh` take.

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.settings import ApiKey, ServerSettings
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/cluster/challenge"})
 OPEN_PREFIXES = ("/page/static/",)
-"""Paths that need no key: whether the server lives, and the page's own files."""
+"""Paths that need no key: whether the server lives, whether a router knows the secret, and the page's own files."""
 
 _CONTROL_PATHS = frozenset({"/start_profile", "/stop_profile", "/resume", "/drain", "/kv_swap"})
 _CONTROL_PREFIXES = ("/cluster/",)
