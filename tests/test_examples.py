@@ -120,6 +120,23 @@ def of_container(path: Path, container: dict[str, Any]) -> argparse.Namespace:
     return parse(script.parent, shlex.split(re.sub(r"\$(\w+|\{\w+\}|\(\w+\))", "host", words)))
 
 
+def test_instances_of_a_cluster_are_reached_by_routers_and_instances_alone() -> None:
+    path = ROOT / "examples/cluster/longctx.yaml"
+    items = yaml.safe_load(path.read_text(encoding="utf-8"))["items"]
+    [policy] = [each["spec"] for each in items if each["kind"] == "NetworkPolicy"]
+    assert policy["podSelector"]["matchLabels"] == {"app": "longctx"}
+    sources = [source["podSelector"]["matchLabels"]["app"] for rule in policy["ingress"] for source in rule["from"]]
+    assert sources == ["longctx-router", "longctx"]
+    opened = {
+        port
+        for each in policy["ingress"][0]["ports"]
+        for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+    }
+    [decode] = templates(path)["longctx-decode"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in decode["ports"]}
+    assert opened == {ports["http"], ports["kv-events"], ports["kv-replay"]}
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.parent.name)
 def test_pods_have_probes_mounts_and_times_that_fit(path: Path) -> None:
     for name, template in templates(path).items():

@@ -78,7 +78,7 @@ _SERVE = (
     Flags(EngineConfig, "access", ("tenant_weights",)),
     Flags(ServerSettings, "access", _ACCESS),
     Flags(ServeFlags, "recording", ("record", "record_bytes")),
-    Flags(ObserverSettings, "observers"),
+    Flags(ObserverSettings, "observers", without=("kv_events_secret",)),
     _ENGINE,
     Flags(TierConfig, _TIERS, prefix="kv_", defaults={"host_bytes": None, "disk_bytes": None}),
     Flags(ServeFlags, _TIERS, ("kv_secret_file",)),

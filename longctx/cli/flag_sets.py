@@ -277,8 +277,8 @@ class TransferFlags:
     kv_advertise: Annotated[str | None, "host by which others reach it. None: --kv-host"] = None
     kv_peer: Annotated[
         tuple[str, ...],
-        "HOST[:PORT] whose pages are fetched when a request says so, besides this host's own; or a network, such as "
-        "10.0.0.0/8",
+        "HOST[:PORT] whose pages are fetched when a request says so, besides this host's own; of a router, from which "
+        "instances may register. Or a network, such as 10.0.0.0/8",
     ] = ()
     kv_plain: Annotated[bool, "do not encrypt pages: faster, for a trusted network"] = False
     kv_messenger: Annotated[Messenger, "what carries the pages"] = "zmq"

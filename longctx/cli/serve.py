@@ -27,6 +27,7 @@ from longctx.cli.serve_settings import (
     make_messenger,
     make_transfers,
     model_names,
+    observer_settings,
     serve_config,
     server_settings,
     server_url,
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         serve_config(options),
         server_settings(options),
         read(AdmissionLimits, options),
-        read(ObserverSettings, options),
+        observer_settings(options),
         chat_template(options),
     )
     names = {key.tenant for key in settings.server.api_keys}
@@ -130,9 +131,9 @@ def _serve(
         engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
     )
     watch_keys(server.keys, options)
-    http = HttpServer(server, tls=tls)
+    http, page_hash = HttpServer(server, tls=tls), engine.core.page_hash
     interrupts.leave_to_python()
-    with recorder or contextlib.nullcontext(), joining(options, url, lambda: server.is_open, tls):
+    with recorder or contextlib.nullcontext(), joining(options, url, lambda: server.is_open, page_hash, tls):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
-from longctx.cli.flags import prefixing, read
+from longctx.cli.flags import naming, prefixing, read
 from longctx.cli.serve_settings import (
+    LOOPBACK,
     chat_template,
     check_transfer_flags,
     model_names,
+    pages_secret,
     serve_config,
     server_settings,
     server_url,
@@ -31,8 +33,10 @@ from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, ProcessLauncher
 from longctx.cluster.launcher.ray_launcher import RayLauncher
+from longctx.cluster.peers import Peers
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
+from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -47,12 +51,12 @@ _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
 _ROUTER |= {"tls_cert", "tls_key", "tls_ca"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
-_ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
+_ROUTER |= {"cluster", "launcher", "instance_key_file", "kv_peer", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
-_OURS |= {"allow_anonymous"}
-_OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
+_OURS |= {"allow_anonymous", "served_model_name", "kv_events", "kv_events_replay", "kv_events_topic"}
+_OURS |= {"kv_events_plain", "kv_events_tokens", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
 _OURS |= {"record", "record_bytes"}
@@ -123,6 +127,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
     file = read_cluster(options.cluster, options.launcher)
     settings, observers, template = server_settings(options), read(ObserverSettings, options), chat_template(options)
     tls = tls_of(options)
+    _check_access(options, settings)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
@@ -148,6 +153,19 @@ def serve_cluster(options: argparse.Namespace) -> int:
         stack.callback(ended.set)
         http.run([listener])
         return FAILED if launcher.problem is not None else 0
+
+
+def _check_access(options: argparse.Namespace, settings: ServerSettings) -> None:
+    """Raise ValueError for a router whose instances' key others could get at, or that takes instances from nowhere."""
+    with naming({"peers": "--kv-peer"}):
+        Peers(options.kv_peer, "localhost")
+    if not settings.admin_keys:
+        for flag, needs in (
+            (f"--host {options.host}", options.host not in LOOPBACK),
+            ("--instance-key-file", options.instance_key_file is not None),
+        ):
+            if needs:
+                raise ValueError(f"{flag} needs --admin-key-file: without it all who reach the router command it")
 
 
 def _log_requests(settings: ObserverSettings, stack: contextlib.ExitStack, backend: ClusterBackend) -> None:
@@ -235,6 +253,8 @@ def _server_maker(
         instance_key=keys.shared,
         instance_keys=keys.own,
         joiners=keys.joiners,
+        secret=pages_secret(engine),
+        peers=tuple(options.kv_peer),
         bandwidth=file.bandwidth,
         latency=file.latency,
         look_seconds=file.report_seconds,
@@ -304,8 +324,8 @@ def instance_command(arguments: Sequence[str], own: Sequence[str]) -> MakeComman
 
     def make(host: str, port: int, hosts: Sequence[str]) -> list[str]:
         here = [f"--host={host}", f"--port={port}"]
-        events = "127.0.0.1" if host == _LOOPBACK else "*"
-        here += [f"--kv-events=tcp://{events}:*", f"--kv-events-replay=tcp://{events}:*"]
+        endpoint = f"tcp://{host_port(host, 0)[:-1]}*"
+        here += [f"--kv-events={endpoint}", f"--kv-events-replay={endpoint}"]
         if host != _LOOPBACK:
             here += [f"--kv-host={host}", *(f"--kv-peer={each}" for each in hosts if each != host)]
         return [sys.executable, "-m", "longctx", "serve", *arguments, *own, *here]

@@ -17,8 +17,9 @@ from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving import EngineConfig
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.secret import read_secret
-from longctx.serving.server.settings import ApiKey, ServerSettings, is_loopback, read_keys
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, is_loopback, read_keys
 from longctx.serving.server.tls import Tls
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from longctx.serving.server.auth import KeyRing
 
 _BUILTIN_NAME = "longctx-tiny"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _TRANSFERS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "peers": "--kv-peer"}
 
@@ -51,10 +52,27 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
             "--api-key-file, or --allow-anonymous if that is meant"
         )
     if not (keys or hosts or is_public):
-        hosts = (*_LOOPBACK, options.host)
+        hosts = (*LOOPBACK, options.host)
     if options.audit_log is not None and str(options.audit_log) != "-":
         check_output("--audit-log", options.audit_log)
     return read(ServerSettings, options, api_keys=keys, admin_keys=_keys(options, "admin"), allow_hosts=hosts)
+
+
+def observer_settings(options: argparse.Namespace) -> ObserverSettings:
+    """Make the settings of a server's observers from the flags."""
+    settings = read(ObserverSettings, options, kv_events_secret=pages_secret(options))
+    if settings.kv_events is not None and not settings.kv_events_plain and settings.kv_events_secret is None:
+        from longctx.serving.server.kv_publisher import check_reach
+
+        check_reach(settings.kv_events, settings.kv_events_replay)  # before anything is loaded
+    return settings
+
+
+def pages_secret(options: argparse.Namespace) -> str | None:
+    """Read `--kv-secret-file`; None: it is not given."""
+    if options.kv_secret_file is None:
+        return None
+    return read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
 
 
 def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
@@ -143,13 +161,12 @@ def make_messenger(options: argparse.Namespace, engine: "Engine") -> "EngineMess
     """Make what moves an engine's pages, by the flags; a process that follows another one has nothing more."""
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
     with naming(_TRANSFERS):
         return EngineMessenger(
             engine,
             options.kv_host,
             options.kv_port,
-            secret,
+            pages_secret(options),
             options.kv_advertise,
             messenger=options.kv_messenger,
             is_plain=options.kv_plain,
@@ -182,15 +199,16 @@ def check_join_flags(options: argparse.Namespace) -> None:
 
 
 def joining(
-    options: argparse.Namespace, url: str, is_open: Callable[[], bool], tls: Tls | None
+    options: argparse.Namespace, url: str, is_open: Callable[[], bool], page_hash: PageHash | None, tls: Tls | None
 ) -> AbstractContextManager[object]:
     """Return what registers the server with routers, while it is entered; at `url` unless the flags say otherwise."""
     if not options.join:
         return contextlib.nullcontext()
     from longctx.cluster.join import Joining
 
-    role = options.join_role or options.role
-    return Joining(options.join, options.join_url or url, role, is_open, _join_key(options), options.join_name, tls)
+    assert page_hash is not None, "--join needs --role, which needs a prefix cache"
+    role, url = options.join_role or options.role, options.join_url or url
+    return Joining(options.join, url, role, is_open, page_hash, _join_key(options), options.join_name, tls)
 
 
 def _join_key(options: argparse.Namespace) -> str | None:

@@ -68,6 +68,8 @@ class EngineTransfers:
             stack.callback(self.prefills.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None
+        assert engine.core.page_hash is not None
+        self._hash = engine.core.page_hash
         layout, fingerprint = engine.page_identity
         self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
@@ -82,8 +84,8 @@ class EngineTransfers:
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Make `kv_transfer_params` of the answer of a request with a lease."""
-        followers = {"remote_followers": self._messenger.followers} if self._messenger.followers else {}
-        return followers | {
+        followers, handoff = self._messenger.followers, Handoff.of(outputs)
+        return ({"remote_followers": followers} if followers else {}) | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
@@ -92,7 +94,8 @@ class EngineTransfers:
             "remote_port": self.port,
             "fingerprint": self._fingerprint,
             "kv_dtype": self._kv_dtype,
-            "handoff": Handoff.of(outputs).to_dict(),
+            "handoff": handoff.to_dict(),
+            "signature": self._hash.sign(*_signed(self.host, self.port, followers, handoff)),
         }
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
@@ -109,6 +112,10 @@ class EngineTransfers:
                 409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
             )
         handoff = _read_handoff(params.handoff)
+        said = _signed(params.remote_host, params.remote_port, params.remote_followers, handoff)
+        if not self._hash.is_signed(params.signature or "", *said):
+            message = f"{_NAME} must be as a server with this one's --kv-secret-file answered: the signature is wrong"
+            raise ApiError(403, message, _NAME, "not_signed")
         try:
             self._check(handoff, prepared)
         except ApiError:
@@ -224,6 +231,11 @@ def _read_handoff(fields: dict[str, Any]) -> Handoff:
         return Handoff.from_dict(fields)
     except ValueError as error:
         raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+
+
+def _signed(host: str, port: int, followers: Sequence[str], handoff: Handoff) -> tuple[object, ...]:
+    """Return what is signed of `kv_transfer_params`: where pages are fetched, and which. Clients can't choose these."""
+    return "pages", host, port, list(followers), [each.lease for each in handoff.completions]
 
 
 def _breaks_tpot(engine: Engine, length: int, target: float | None) -> bool:

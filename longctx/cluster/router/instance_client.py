@@ -47,6 +47,7 @@ class KvEventsInfo(msgspec.Struct):
     endpoint: str
     replay: str | None = None
     topic: str = ""
+    is_encrypted: bool = False
 
 
 class KvTransferInfo(msgspec.Struct):

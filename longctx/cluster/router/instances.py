@@ -44,6 +44,8 @@ class RouterSettings(NamedTuple):
 
     Attributes:
       instance_key: of an administrator of the instances that have none of their own; None: they need none.
+      secret: that all instances share, by which their KV events are read; None: these are plain.
+      peers: hosts that instances may register from, besides this machine, see `Peers`.
       instance_keys: of an administrator of each of the others, by its name.
       joiners: keys with which an instance of that name registers, and no other one.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
@@ -54,6 +56,8 @@ class RouterSettings(NamedTuple):
     """
 
     instance_key: str | None = None
+    secret: str | None = None
+    peers: tuple[str, ...] = ()
     instance_keys: Mapping[str, str] = MappingProxyType({})
     joiners: Sequence[ApiKey] = ()
     bandwidth: float = 1e9
@@ -289,7 +293,7 @@ class Instances:
         host = f"[{host}]" if ":" in host else host
         replay = None if found.replay is None else _reachable(found.replay, host)
         try:
-            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic)
+            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic, found.is_encrypted)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"its KV events can't be read: {error}") from None
 

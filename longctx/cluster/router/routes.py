@@ -25,14 +25,29 @@ from longctx.serving.server.schemas import Body, body_of
 _INTERVAL = 0.5  # seconds between two messages of the page
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Url = Annotated[str, Field(max_length=2048)]
+_Proof = Annotated[str, Field(max_length=256)]
+
+
+class ChallengeBody(Body):
+    """A random text of a server that will register."""
+
+    nonce: Annotated[str, Field(min_length=32, max_length=64)]
 
 
 class RegisterBody(Body):
-    """An instance at a URL, `http://HOST:PORT`; without a name, that is its host and port."""
+    """An instance at a URL, `http://HOST:PORT`; without a name, that is its host and port. `longctx serve --join`.
+
+    Attributes:
+      nonce, challenge: of `/cluster/challenge`.
+      proof: HMAC of these and of url, name and role, under the secret of page keys.
+    """
 
     url: _Url
     name: _Name | None = None
     role: Literal["prefill", "decode", "both"] = "both"
+    nonce: _Proof
+    challenge: _Proof
+    proof: _Proof
 
 
 class InstanceBody(Body):
@@ -83,16 +98,30 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         """All instances: their states, why some are not open, what they have to do and hold."""
         return JSONResponse({"instances": _describe(server), "indexed_blocks": server.index.num_blocks})
 
+    @router.post("/cluster/challenge", openapi_extra=body_of(ChallengeBody))
+    async def challenge(request: Request) -> JSONResponse:
+        """Return what an instance has to sign to register, and the proof that this router knows the secret."""
+        body = await server.bodies.fields(request, ChallengeBody)
+        return JSONResponse(server.challenges.make(body.nonce))
+
     @router.post("/cluster/register", openapi_extra=body_of(RegisterBody))
     async def register(request: Request) -> JSONResponse:
         """Add an instance, which joins when it answers; the same one again changes nothing."""
         body, client = await server.bodies.fields(request, RegisterBody), client_of(request)
-        client.subject = f"{body.name} at {body.url}"
         name = body.name if client.is_admin else _check_own(client, body.name)
+        if not server.challenges.is_proven(body.nonce, body.challenge, body.proof, body.url, body.name, body.role):
+            message = "proof must be of a server that knows the secret of page keys: longctx serve --join"
+            raise ApiError(403, message, "proof", "instance_not_proven")
+        if not server.may_register(body.url):
+            message = "url must be of this machine or of a host of --kv-peer"
+            raise ApiError(403, message, "url", "instance_not_added")
+        known = len(instances.by_name)
         try:
             instance = instances.add(body.url, name, body.role)
         except ValueError as error:
             raise ApiError(400, str(error), "url", "instance_not_added") from None
+        if len(instances.by_name) > known:  # else it repeats its registration, as it does every few seconds
+            client.subject = f"{instance.name} at {body.url}"
         return JSONResponse({"name": instance.name, "state": instance.state, "role": instance.role})
 
     def add(name: str, change: Callable[[Instance], object], description: str) -> None:

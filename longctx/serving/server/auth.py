@@ -31,9 +31,9 @@ from longctx.serving.server.settings import Scope as KeyScope
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/cluster/challenge"})
 OPEN_PREFIXES = ("/page/static/",)
-"""Paths that need no key: whether the server lives, and the page's own files."""
+"""Paths that need no key: whether the server lives, whether a router knows the secret, and the page's own files."""
 
 _LOADS, _ABORTS = ("/loads", "/v1/loads", "/get_load"), ("/abort_requests", "/abort_request")
 _SCOPES: dict[str, KeyScope] = {
@@ -47,8 +47,6 @@ _OF_ANY_KEY = frozenset(
     {"/load", *_ABORTS, "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/version"}
 )
 """Paths that need no scope: those of loads and aborts are about the client's own requests, without one."""
-_ACTIONS: frozenset[KeyScope] = frozenset({"join", "admin"})
-"""Scopes whose requests other than GET are administrative actions."""
 
 TENANT_HEADER = "x-longctx-tenant"
 """Header in which keys with the scope `migrate`, such as a router's, name the tenant of a request, percent-encoded."""
@@ -357,7 +355,7 @@ class AuthMiddleware:
             event = "authentication_failed"
         elif status in (403, 421, 429):
             event = "refused"
-        elif scope_of(path) in _ACTIONS and scope["method"] not in ("GET", "HEAD"):
+        elif _is_action(path, client) and path not in OPEN_PATHS and scope["method"] not in ("GET", "HEAD"):
             event = "action"
         else:
             return
@@ -387,6 +385,12 @@ def scope_of(path: str) -> KeyScope | None:
     if path.startswith(_ADMIN_PREFIX):
         return "admin"
     return None if path in _OF_ANY_KEY else "generate"
+
+
+def _is_action(path: str, client: Client) -> bool:
+    """Return whether requests other than GET change something for others, as most registrations do not."""
+    needed = scope_of(path)
+    return needed == "admin" or (needed in ("join", None) and bool(client.subject))
 
 
 def _unknown(headers: Headers, problem: str = "the key is not known") -> ApiError:

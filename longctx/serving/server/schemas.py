@@ -123,6 +123,7 @@ class TransferParams(Body):
 
     Attributes:
       remote_followers: `host:port` where the other processes of that engine send their parts of the pages.
+      signature: by the secret of page keys, over where pages are fetched, and which.
       kv_dtype: of keys and values in the pages.
       prefix: from where the first pages of the prompt come.
       is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
@@ -134,6 +135,7 @@ class TransferParams(Body):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_followers: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=1023)] = []
+    signature: Annotated[str, Field(max_length=64)] | None = None
     lease: str | None = None
     fingerprint: str | None = None
     kv_dtype: Annotated[str, Field(max_length=40)] | None = None

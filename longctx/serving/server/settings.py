@@ -240,9 +240,13 @@ class ObserverSettings:
 
     Attributes:
       metrics_prefix: prefix of the metrics that vLLM has too; vllm makes its dashboards work.
-      kv_events: endpoint of ZeroMQ where events of the cache, which show prompts, are published. None: nowhere.
+      kv_events: endpoint of ZeroMQ where events of the cache are published. None: nowhere. It is encrypted with
+        --kv-secret-file, and of this machine alone without.
       kv_events_replay: endpoint where missed events can be asked for.
       kv_events_topic: first frame of the events.
+      kv_events_tokens: send prompts' tokens in the events, for routers that hash them.
+      kv_events_plain: do not encrypt the events, for routers without the secret. All who reach the endpoint read them.
+      kv_events_secret: what publisher and readers share. None: they share none.
       log_format: log a line for each request that has ended, as text or JSON. None: only problems are logged.
       log_prompts: log prompts and answers too.
       otlp: address where OpenTelemetry spans are sent, such as http://localhost:4318/v1/traces. None: there are none.
@@ -255,6 +259,9 @@ class ObserverSettings:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
+    kv_events_tokens: bool = False
+    kv_events_plain: bool = False
+    kv_events_secret: str | None = field(default=None, repr=False)
     log_format: LogFormat | None = None
     log_prompts: bool = False
     otlp: str | None = None
@@ -262,8 +269,10 @@ class ObserverSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         check_prefix(self.metrics_prefix)
-        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
-            raise ValueError("kv_events_replay and kv_events_topic need kv_events")
+        if self.kv_events is None:
+            for name in ("replay", "topic", "tokens", "plain"):
+                if getattr(self, f"kv_events_{name}"):
+                    raise ValueError(f"kv_events_{name} needs kv_events")
         if self.log_prompts and self.log_format is None:
             raise ValueError("log_prompts needs log_format")
 

@@ -174,7 +174,7 @@ def test_what_is_asked_of_a_server_is_answered(router: Routed) -> None:
 )
 def test_bad_commands_change_nothing(router: Routed, path: str, sent: dict[str, Any], status: int) -> None:
     before = router.instances().keys()
-    answer = router.client().post(f"/cluster/{path}", json=sent)
+    answer = router.register(**sent) if path == "register" else router.client().post(f"/cluster/{path}", json=sent)
     assert answer.status_code == status, answer.text
     assert router.instances().keys() == before
 
@@ -188,7 +188,7 @@ def test_administrators_alone_change_a_cluster(three: list[Served]) -> None:
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
             client = router.client(headers=headers)
             assert client.get("/cluster/instances").status_code == status
-            assert client.post("/cluster/register", json=register).status_code == status
+            assert router.register(**register, headers=headers).status_code == status
         router.wait_state("b0", "open")
         user = router.client(headers={"authorization": "Bearer " + "k" * 16})
         assert user.post("/v1/completions", json=body()).status_code == 200

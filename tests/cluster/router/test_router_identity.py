@@ -85,8 +85,6 @@ def test_an_instance_speaks_for_itself_alone_at_the_router(cluster: Cluster) -> 
     client, own = cluster.router.client(), bearer(OWN["d"])
     for path, sent in (
         ("/v1/completions", {"prompt": "x"}),
-        ("/cluster/register", {"url": "http://127.0.0.1:9", "name": "p"}),
-        ("/cluster/register", {"url": "http://127.0.0.1:9", "name": "other"}),
         ("/cluster/remove", {"name": "p"}),
         ("/cluster/drain", {"name": "d"}),
         ("/cluster/role", {"name": "d", "role": "both"}),
@@ -94,7 +92,9 @@ def test_an_instance_speaks_for_itself_alone_at_the_router(cluster: Cluster) -> 
         assert client.post(path, json=sent, headers=own).status_code == 403, (path, sent)
     tenant = bearer(OWN["d"], **{"x-longctx-tenant": "ann"})
     assert client.get("/version", headers=tenant).status_code == 403
-    known = client.post("/cluster/register", json={"url": cluster.d.url}, headers=own)
+    for name in ("p", "other"):
+        assert cluster.router.register("http://127.0.0.1:9", name, headers=own).status_code == 403, name
+    known = cluster.router.register(cluster.d.url, headers=own)
     assert (known.status_code, known.json()["name"]) == (200, "d")
     assert client.get("/load", headers=own).json()["request_ids"] == []
     listed = httpx.get(f"{cluster.router.url}/cluster/instances", headers=bearer("the-boss-key")).json()["instances"]

@@ -15,6 +15,7 @@ from longctx.models.builtin import TINY
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.server.relay import EventLine, decode_events
 from longctx.serving.server.settings import ApiKey, ServerSettings
 from longctx.serving.server.tls import Tls
@@ -89,6 +90,14 @@ def prefill(server: Served, sent: dict[str, Any], path: str = "completions") -> 
     assert answer.status_code == 200, answer.text
     moved: dict[str, Any] = answer.json()["kv_transfer_params"]
     return moved
+
+
+def signed(params: dict[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_params` as a server signs them that knows the secret of page keys."""
+    leases = [each["lease"] for each in params["handoff"]["completions"]]
+    said = params["remote_host"], params["remote_port"], params.get("remote_followers", []), leases
+    assert CONFIG.hash_key is not None
+    return params | {"signature": PageHash(CONFIG.hash_key, CONFIG.page_size).sign("pages", *said)}
 
 
 def apart(one: Served, other: Served, sent: dict[str, Any], path: str = "completions") -> dict[str, Any]:

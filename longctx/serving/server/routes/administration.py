@@ -91,11 +91,13 @@ def administration_router(server: Server) -> APIRouter:
 
     @router.get("/server_info")
     @router.get("/get_server_info")
-    async def server_info() -> JSONResponse:
-        """Return the engine's sizes and rules: no path, no key."""
+    async def server_info(request: Request) -> JSONResponse:
+        """Return the engine's sizes and rules: no path, no key; to routers also where KV events are."""
         info = _server_info(server)
         if server.transfers is not None:
-            info |= {"kv_transfer": server.transfers.info(), "kv_events": server.observers.kv_events}
+            info |= {"kv_transfer": server.transfers.info()}
+            if client_of(request).may("migrate"):
+                info |= {"kv_events": server.observers.kv_events}
         return JSONResponse(info)
 
     @router.get("/predictor")
