@@ -155,7 +155,8 @@ class RouterServer(Frontend):
             config.slo.tpot,
         )
         super().__init__(parser, settings)
-        self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
+        self.model, self._members = model, tuple(members)
+        self.max_waiting, self.max_logprob_bytes = router.max_waiting, router.max_logprob_bytes
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
         self.events = KvEventReader(self.index)

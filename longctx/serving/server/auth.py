@@ -58,7 +58,7 @@ def client_of(request: Request) -> Client:
 
 
 class AuthMiddleware:
-    """ASGI middleware that authenticates requests and refuses those that are too large."""
+    """ASGI middleware that authenticates requests."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -101,9 +101,6 @@ class AuthMiddleware:
         if self._settings.allow_hosts and _host(headers) not in self._settings.allow_hosts:
             message = "the server is not known by this name: see its flag --allow-host"
             raise ApiError(421, message, code="unknown_host", headers={"connection": "close"})
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
-            raise too_large(self._settings.max_body_bytes)
         path = scope["path"].rstrip("\n")  # routes match a path with a line feed, too
         kind, _, key = headers.get("authorization", "").partition(" ")
         sent = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
@@ -131,9 +128,3 @@ def _host(headers: Headers) -> str:
     if not port.isdecimal():
         name = headers.get("host", "")
     return name.strip("[]").lower()
-
-
-def too_large(most: int) -> ApiError:
-    """Return the answer to a body of more bytes than allowed."""
-    headers = {"connection": "close"}
-    return ApiError(413, f"the body must be at most {most} bytes", code="body_too_large", headers=headers)

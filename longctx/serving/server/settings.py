@@ -65,7 +65,7 @@ class ServerSettings:
       allow_hosts: name by which clients may reach the server (the header Host, without its port). So a page of another
         site, whose name is made to point here, finds nothing. Empty: any name.
       allow_origins: web page from another host that may use the server from a browser (CORS).
-      max_body_bytes: bytes of a request's body, at most.
+      max_body_bytes: bytes of a request's body, at most. None: 1 MiB, and 16 for each token of the longest sequence.
       max_header_bytes: bytes of a request's headers, at most.
       header_timeout: seconds until a request's headers must be there.
       body_timeout: seconds until a request's body must be there.
@@ -93,7 +93,7 @@ class ServerSettings:
     admin_keys: tuple[ApiKey, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    max_body_bytes: Positive = 64 * 2**20
+    max_body_bytes: Positive | None = None
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
     header_timeout: Seconds = 30.0
     body_timeout: Seconds = 60.0
