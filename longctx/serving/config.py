@@ -327,7 +327,7 @@ class AdmissionLimits:
 
     max_waiting: Positive = 1024
     max_waiting_tokens: Positive | None = None
-    max_logprob_bytes: Positive = 256 * 2**20
+    max_logprob_bytes: Positive = 512 * 2**20
     heeds_deadlines: bool = True
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class RouterSettings(NamedTuple):
     latency: float = 0.0
     look_seconds: float = 0.25
     max_waiting: int = 1024
-    max_logprob_bytes: int = 256 * 2**20
+    max_logprob_bytes: int = 512 * 2**20
     metrics_prefix: str = "longctx"
 
 

@@ -189,10 +189,10 @@ def _is_full(
     One that has nothing may have one request, however large.
     """
     more = size(request)
-    own = [each for each in others if each.tenant == request.tenant]
-    if not own or sum(map(size, others)) + more <= limit:
+    if not others or sum(map(size, others)) + more <= limit:
         return False
-    return sum(map(size, own)) + more > limit // len({each.tenant for each in others})
+    own = [each for each in others if each.tenant == request.tenant]
+    return bool(own) and sum(map(size, own)) + more > limit // len({each.tenant for each in others})
 
 
 def check_logprobs(requests: List[PreparedRequest], limit: int, copies: int = 1) -> None:

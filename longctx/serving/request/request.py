@@ -12,7 +12,7 @@ from longctx.serving.validation import check_text
 
 # A deadline is between these.
 _SECONDS = 1e-6, 1e9
-_LOGPROB_BYTES = 64  # 8 in an array, 30 to 60 in JSON
+_LOGPROB_BYTES = 128  # 8 in an array, and 30 to 60 in JSON, which is there twice while it is sent
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PreparedRequest(NamedTuple):
 
     @property
     def logprob_bytes(self) -> int:
-        """Bytes that its log probabilities take at most, as arrays and in an answer: about 64 for each number."""
+        """Bytes that its log probabilities take at most, as arrays and in an answer: about 128 for each number."""
         params, numbers = self.request.sampling, 0
         if params.logprobs is not None:
             numbers += params.n * params.max_tokens * (1 + params.logprobs)

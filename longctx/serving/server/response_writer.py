@@ -113,7 +113,13 @@ def whole_chat_logprobs(token_bytes: TokenBytes, tokens: Sequence[int], logprobs
         encode(chat_logprobs(token_bytes, tokens[at : at + _WRITTEN], logprobs[at : at + _WRITTEN]).content)[1:-1]
         for at in range(0, len(tokens), _WRITTEN)
     ]
-    return Raw(b'{"content":[' + b",".join(parts) + b"]}")
+    return Raw(b"".join([b'{"content":[', *_separated(parts), b"]}"]))
+
+
+def _separated(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a JSON list with commas between them."""
+    for number, part in enumerate(parts):
+        yield from (b",", part) if number else (part,)
 
 
 class LogprobLists:
@@ -151,8 +157,10 @@ class LogprobLists:
             lists = self.write(tokens[at:end], [*unknown, *known])
             for part, name in zip(parts, names, strict=True):
                 part.append(encode(getattr(lists, name))[1:-1])
-        fields = (b'"%s":[%s]' % (name.encode(), b",".join(part)) for name, part in zip(names, parts, strict=True))
-        return Raw(b"{" + b",".join(fields) + b"}")
+        pieces: list[bytes] = []
+        for name, part in zip(names, parts, strict=True):
+            pieces += [b',"' if pieces else b'{"', name.encode(), b'":[', *_separated(part), b"]"]
+        return Raw(b"".join([*pieces, b"}"]))
 
 
 class ResponseWriter(ABC):
