@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_device import make_engine
+from served import fake_engine, served
 
 from longctx.models import ByteTokenizer
 from longctx.models.tokenizer import TokenBytes
@@ -123,3 +124,15 @@ def test_those_of_all_requests_are_bounded_and_tenants_have_shares() -> None:
     assert thread.wait_idle(20)
     assert submit(thread, "a") != first
     thread.close()
+
+
+def test_a_server_counts_copies_of_greedy_answers() -> None:
+    """Each is written, though the engine computes one."""
+    limits = AdmissionLimits(max_logprob_bytes=128 * 6 * 40)
+    with served(fake_engine(max_logprobs=5), limits=limits) as running, running.http_client() as client:
+        body = {"prompt": "ABCD", "max_tokens": 8, "temperature": 0, "logprobs": 5, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body | {"n": 5}).status_code == 200
+        refused = client.post("/v1/completions", json=body | {"n": 6})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        assert client.post("/v1/completions", json=body | {"n": 2, "echo": True}).status_code == 200
+        assert client.post("/v1/completions", json=body | {"n": 4, "echo": True}).status_code == 400

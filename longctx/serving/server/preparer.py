@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Generic, TypeVar
@@ -223,7 +224,8 @@ class Preparer:
     def __init__(self, parser: RequestParser, num_processes: int) -> None:
         self.parser = parser
         self._pool = ThreadPoolExecutor(_THREADS, "longctx-prepare")
-        self._workers = [_Worker(parser) for _ in range(num_processes)]
+        pickled = pickle.dumps(parser) if num_processes else b""
+        self._workers = [_Worker(pickled) for _ in range(num_processes)]
         self.threads: FairSlots[ThreadPoolExecutor] = FairSlots([self._pool] * _THREADS)
         self.processes = FairSlots(self._workers)
 
@@ -240,12 +242,14 @@ class Preparer:
         # A chat template is rendered by a process of its own, for which only a thread may wait.
         if size < LONG_BYTES or not self._workers:
             pool = await self.threads.take(origin.tenant)
-            job = pool.submit(parse_body, self.parser, kind, body, origin)
-            return await _result(job, self.threads, origin.tenant, pool)
+            job = _held(
+                self.threads, origin.tenant, pool, lambda: pool.submit(parse_body, self.parser, kind, body, origin)
+            )
+            return await asyncio.wrap_future(job)
         worker = await self.processes.take(origin.tenant)
-        job = worker.submit(kind, body, origin)
+        job = _held(self.processes, origin.tenant, worker, lambda: worker.submit(kind, body, origin))
         try:
-            return await _result(job, self.processes, origin.tenant, worker)
+            return await asyncio.wrap_future(job)
         except BrokenProcessPool:
             message = "the process that read the prompt has ended: memory may be short"
             raise ApiError(503, message, code="server_is_overloaded", retry_after=1.0) from None
@@ -261,69 +265,89 @@ class Preparer:
             worker.close()
 
 
-async def _result(job: "Future[Any]", slots: FairSlots[_Slot], tenant: str, slot: _Slot) -> Any:
-    """Wait for a job, and give its slot back when it has ended, which may be after this was cancelled."""
+def _held(slots: FairSlots[_Slot], tenant: str, slot: _Slot, begin: Callable[[], "Future[Any]"]) -> "Future[Any]":
+    """Begin a job that holds a tenant's slot until it ends, also after its client has left."""
     loop = asyncio.get_running_loop()
 
     def give(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(slots.give, tenant, slot)
 
+    try:
+        job = begin()
+    except BaseException:
+        slots.give(tenant, slot)
+        raise
     job.add_done_callback(give)
-    return await asyncio.wrap_future(job)
+    return job
 
 
 class _Worker:
-    """Process that parses one body at a time. It is started again after it has ended."""
+    """Process that parses one body at a time. It is started again after it has ended.
 
-    def __init__(self, parser: RequestParser) -> None:
+    A thread waits for it, since to start it takes long.
+    """
+
+    def __init__(self, parser: bytes) -> None:
         self._parser = parser
+        self._thread = ThreadPoolExecutor(1, "longctx-prepare")
+        self._lock = threading.Lock()
         self._executor: ProcessPoolExecutor | None = None
         self._pid: Future[int] | None = None
+        self._is_closed = False
 
-    def start(self) -> ProcessPoolExecutor:
-        if self._executor is None:
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, context, _begin, (self._parser,))
-            self._pid = self._executor.submit(os.getpid)
-        return self._executor
+    def start(self) -> None:
+        """Start the process, if it is not there."""
+        self._thread.submit(self._process)
 
     def submit(self, kind: Kind, body: bytes, origin: Origin) -> "Future[Any]":
-        executor = self.start()
-        try:
-            job = executor.submit(_read_there, kind, body, origin)
-        except BrokenProcessPool:  # it has ended since its last job
-            self._executor = None
-            return self.submit(kind, body, origin)
-        job.add_done_callback(lambda job: self._note_end(executor, job))
-        return job
+        return self._thread.submit(self._run, kind, body, origin)
 
     def end_job(self) -> None:
-        """End the process with what it is parsing."""
-        executor, pid = self._executor, self._pid
-        if executor is not None and pid is not None and pid.done() and pid.exception() is None:
-            self._executor = None
-            os.kill(pid.result(), signal.SIGKILL)
-            executor.shutdown(wait=False)
-            self.start()
+        """End the process with what it is parsing, once it has begun."""
+        with self._lock:
+            pid = self._pid
+            if self._executor is not None and pid is not None and pid.done() and pid.exception() is None:
+                self._executor = None
+                os.kill(pid.result(), signal.SIGKILL)
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _note_end(self, executor: ProcessPoolExecutor, job: "Future[Any]") -> None:
-        is_broken = not job.cancelled() and isinstance(job.exception(), BrokenProcessPool)
-        if is_broken and self._executor is executor:
-            self._executor = None
+    # In the thread.
+
+    def _run(self, kind: Kind, body: bytes, origin: Origin) -> Any:
+        try:
+            job = self._process().submit(_read_there, kind, body, origin)
+        except BrokenProcessPool:  # it has ended since its last job
+            job = self._process(again=True).submit(_read_there, kind, body, origin)
+        try:
+            return job.result()
+        except BrokenProcessPool:
+            if not self._is_closed:
+                self._process(again=True)
+            raise
+
+    def _process(self, again: bool = False) -> ProcessPoolExecutor:
+        with self._lock:
+            if self._executor is None or again:
+                context = multiprocessing.get_context("spawn")
+                self._executor = ProcessPoolExecutor(1, context, _begin, (self._parser,))
+                self._pid = self._executor.submit(os.getpid)
+            return self._executor
 
 
 _parser: RequestParser
 
 
-def _begin(parser: RequestParser) -> None:
-    """Keep the parser, in a new process that ends with its parent, however that ends."""
+def _begin(parser: bytes) -> None:
+    """Keep a pickled parser, in a new process that ends with its parent, however that ends."""
     global _parser
-    _parser = parser
+    _parser = pickle.loads(parser)
     for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

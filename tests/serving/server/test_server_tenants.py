@@ -99,7 +99,11 @@ def stopped() -> Iterator[tuple[Served, int]]:
         (child,) = {*multiprocessing.active_children()} - before
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
-        yield running, child.pid
+        try:
+            yield running, child.pid
+        finally:
+            if child.is_alive():  # otherwise nothing ends
+                os.kill(child.pid, signal.SIGCONT)
 
 
 def test_long_prompts_of_clients_that_have_left_delay_no_other(stopped: tuple[Served, int]) -> None:
