@@ -49,7 +49,7 @@ from longctx.serving.server.tls import Tls
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
-_ROUTER |= {"tls_cert", "tls_key", "tls_ca"}
+_ROUTER |= {"tls_cert", "tls_key", "tls_ca", "max_logprob_bytes"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "kv_peer", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
@@ -259,6 +259,7 @@ def _server_maker(
         latency=file.latency,
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
+        max_logprob_bytes=options.max_logprob_bytes,
         metrics_prefix=options.metrics_prefix,
         tls=tls,
     )

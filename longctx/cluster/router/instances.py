@@ -51,6 +51,7 @@ class RouterSettings(NamedTuple):
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
+      max_logprob_bytes: of the log probabilities of one call, about.
       metrics_prefix: of the metrics that vLLM has too.
       tls: of the router; None: instances have certificates of a CA that the system knows, or plain HTTP.
     """
@@ -64,6 +65,7 @@ class RouterSettings(NamedTuple):
     latency: float = 0.0
     look_seconds: float = 0.25
     max_waiting: int = 1024
+    max_logprob_bytes: int = 512 * 2**20
     metrics_prefix: str = "longctx"
     tls: Tls | None = None
 

@@ -162,7 +162,8 @@ class RouterServer(Frontend):
         joiners = [dataclasses.replace(key, scopes=frozenset({"join"})) for key in router.joiners]
         self.keys = KeyRing(settings.keys, joiners, bool(settings.api_keys))
         self.challenges, self._peers = Challenges(page_hash), Peers(router.peers, "localhost")
-        self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
+        self.model, self._members = model, tuple(members)
+        self.max_waiting, self.max_logprob_bytes = router.max_waiting, router.max_logprob_bytes
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
         self.events = KvEventReader(self.index, secret=router.secret)

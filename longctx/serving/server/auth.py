@@ -287,9 +287,6 @@ class AuthMiddleware:
         if self._settings.allow_hosts and _host(headers) not in self._settings.allow_hosts:
             message = "the server is not known by this name: see its flag --allow-host"
             raise ApiError(421, message, code="unknown_host", headers={"connection": "close"})
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
-            raise too_large(self._settings.max_body_bytes)
         is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
         self._identify(scope, headers, client, is_open)
         if is_open:
@@ -412,9 +409,3 @@ def _host(headers: Headers) -> str:
     if not port.isdecimal():
         name = headers.get("host", "")
     return name.strip("[]").lower()
-
-
-def too_large(most: int) -> ApiError:
-    """Return the answer to a body of more bytes than allowed."""
-    headers = {"connection": "close"}
-    return ApiError(413, f"the body must be at most {most} bytes", code="body_too_large", headers=headers)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from longctx import __version__
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.engine.active_request import Sink
-from longctx.serving.engine.admission_control import Refused
+from longctx.serving.engine.admission_control import Refused, check_logprobs
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import KeyRing
@@ -50,6 +50,7 @@ class Frontend(ABC):
     Attributes:
       backend: computes requests. A subclass sets it.
       max_waiting: completions that one call may ask for, as all of them have to wait together. A subclass sets it.
+      max_logprob_bytes: bytes of the log probabilities of a call, about. A subclass sets it.
       metrics: of this server. A subclass sets them.
       keys: that open it.
       audit: log of what its administrators do, and of who is refused.
@@ -60,6 +61,7 @@ class Frontend(ABC):
 
     backend: Backend
     max_waiting: int
+    max_logprob_bytes: int
     metrics: RenderedMetrics
     transfers: Transfers | None = None
 
@@ -70,7 +72,7 @@ class Frontend(ABC):
         self.token_bytes = TokenBytes(parser.tokenizer)
         self.preparer = Preparer(parser, settings.prepare_processes)
         self.keys, self.audit = KeyRing(settings.keys, needs_key=bool(settings.api_keys)), AuditLog(settings.audit_log)
-        self.bodies = Bodies(settings)
+        self.bodies = Bodies(settings, parser.max_length)
         self.calls: dict[str, ActiveCall] = {}
         self.failures: dict[str, ApiError] = {}
         self._num_starting = 0
@@ -247,6 +249,7 @@ class ActiveCall:
             raise ApiError(400, f"the prompts ask for {count:,} completions, and {server.max_waiting:,} may wait", "n")
         try:
             with refusals_answered():
+                check_logprobs(call.requests, server.max_logprob_bytes, call.copies)
                 for number, prepared in enumerate(call.requests):
                     sink = server.dispatcher.sink(self.stream, number, is_whole=not call.body.stream)
                     request_id = server.backend.submit(prepared, sink, arrival, received)

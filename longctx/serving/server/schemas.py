@@ -78,7 +78,7 @@ class ResponseFormat(Body):
     @classmethod
     def _is_text(cls, value: str) -> str:
         if value != "text":
-            raise ValueError(f"response_format must be of type text, got {value!r}")
+            raise ValueError(f"response_format must be of type text, got {value[:40]!r}")
         return value
 
 
@@ -256,13 +256,17 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0."""
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0.
+
+    `parse_special`: names of special tokens in a text are these tokens, and not plain text.
+    """
 
     prompt: Prompt
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     best_of: Annotated[Any, refuse("best_of is not there: ask for n choices, and take the best")] = None
     suffix: Annotated[Any, refuse("suffix is not there: models continue a text")] = None
 
@@ -375,6 +379,7 @@ class _PromptOrMessages(Body):
     prompt: Any = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -164,7 +164,7 @@ class ServerSettings:
       tokens_per_minute: tokens of such requests, those of the prompt and those that the answer may have.
       audit_log: file of administrative actions, refusals and failed authentication, a line of JSON each; `-` is
         standard error. None: there is none.
-      max_body_bytes: bytes of a request's body, at most.
+      max_body_bytes: bytes of a request's body, at most. None: 1 MiB, and 16 for each token of the longest sequence.
       max_header_bytes: bytes of a request's headers, at most.
       max_connections: connections of clients, at most; no more than half of the descriptors that the process may have.
         Beyond it, the one that has been idle longest makes room.
@@ -199,7 +199,7 @@ class ServerSettings:
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     audit_log: Path | None = None
-    max_body_bytes: Positive = 64 * 2**20
+    max_body_bytes: Positive | None = None
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
     max_connections: Positive = 16_384
     max_connections_by_address: Positive | None = None
