@@ -34,4 +34,5 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["longctx"]
+# Other hosts reach the container's address, so this needs --api-key-file, or --allow-anonymous.
 CMD ["serve", "--host", "0.0.0.0"]

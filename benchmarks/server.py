@@ -117,7 +117,7 @@ def take_turns(contenders: dict[str, Callable[[int], float]], rounds: int) -> di
 
 def serve_held(port: int) -> None:
     """A server whose first step never ends; the clients' streams are open, and wait."""
-    from longctx.serving.server.http_server import HttpServer
+    from longctx.serving.server.http_server import HttpServer, bind
     from longctx.serving.server.server import Server
     from longctx.serving.server.settings import ServerSettings
 
@@ -127,7 +127,7 @@ def serve_held(port: int) -> None:
     model = Llama(LlamaConfig(259, 8, 8, 4, 1, 1, 8, max_positions=512))
     engine = Engine(model, None, config, executor=executor, clock=time.monotonic, tokenizer=load_tokenizer(TINY))
     server = Server(engine, ("held",), ServerSettings(prepare_processes=0))
-    HttpServer(server, port=port).run()
+    HttpServer(server).run([bind("127.0.0.1", port)])
 
 
 def idle_streams(count: int, seconds: float) -> float:

@@ -51,6 +51,7 @@ collect_ignore = ["gpu"]  # a run of its own, with settings of its own: `make gp
 if "LONGCTX_TEST_PROGRAMS" not in os.environ:
     os.environ["LONGCTX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="longctx-tests-")
     atexit.register(shutil.rmtree, os.environ["LONGCTX_TEST_PROGRAMS"], ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["LONGCTX_TEST_PROGRAMS"] or tempfile.gettempdir(), "state")
 os.environ["LONGCTX_CACHE"] = os.path.join(os.environ["LONGCTX_TEST_PROGRAMS"] or tempfile.gettempdir(), "commands")
 if os.environ["LONGCTX_TEST_PROGRAMS"]:
     jax.config.update("jax_compilation_cache_dir", os.environ["LONGCTX_TEST_PROGRAMS"])

@@ -17,8 +17,8 @@ import pytest
 from serve_process import ServeProcess
 
 from longctx.cli import command_parser, main
-from longctx.cli.serve import serve_config
 from longctx.cli.serve_cluster import _ROUTER, Secrets, engine_arguments, instance_arguments, instance_command
+from longctx.cli.serve_settings import observer_settings, serve_config
 from longctx.cluster.conductor.config import ROLES
 from longctx.cluster.config import LAUNCHERS
 from longctx.models import load_checkpoint, load_tokenizer
@@ -49,12 +49,18 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
         (PAIR, ["--page-size", "0"], "[engine] --page-size must be"),
         (PAIR, ["--model", "no-such-model"], "no-such-model"),
         (PAIR, ["--role", "both"], "[engine] role is set by who starts the instances"),
-        (PAIR, ["--kv-peer", "a"], "[engine] kv-peer is set by who starts the instances"),
+        (PAIR, ["--kv-peer", "a:0"], "--kv-peer must be HOST or HOST:PORT, got 'a:0'"),
+        (
+            PAIR,
+            ["--host", "0.0.0.0", "--allow-anonymous"],
+            "--host 0.0.0.0 needs --admin-key-file: without it all who reach the router command it",
+        ),
+        (STATIC, ["--instance-key-file", "no-such"], "--instance-key-file needs --admin-key-file"),
         (PAIR, ["--join", "a:1"], "[engine] join is set by who starts the instances"),
         (PAIR, ["--launcher", "static"], "[[instances]] 1: url must be there"),
         (PAIR, ["--port", "70000"], "--port must be"),
         (PAIR, ["--admin-key", "short"], "--admin-key"),
-        (PAIR, ["--instance-key-file", "no-such"], "--instance-key-file: no such file"),
+        (PAIR, ["--instance-key-file", "no-such", "--admin-key", "a" * 16], "--instance-key-file: no such file"),
         ("[engine]\npage-sise = 3\n" + PAIR, [], "[engine] unknown key 'page-sise': did you mean 'page-size'"),
         ("[engine]\npage_size = 0\n" + PAIR, [], "[engine] --page-size must be"),
         ("[engine]\nplacement = 'any'\n" + PAIR, [], "[engine] --placement: invalid choice"),
@@ -84,7 +90,7 @@ def test_what_can_not_be_is_told_by_name(
 def test_commands_of_instances(tmp_path: Path) -> None:
     files = Secrets.make(tmp_path, None)
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
-    assert len({path.read_text() for path in files}) == 3
+    assert len({path.read_text() for path in files}) == 2
     common = instance_arguments(engine_arguments("", {"page_size": 16, "no-compile-cache": True}), files, ["tiny"])
     make = instance_command(common, engine_arguments("", {"max-running": 3}))
 
@@ -96,11 +102,12 @@ def test_commands_of_instances(tmp_path: Path) -> None:
     here = parse("127.0.0.1", "127.0.0.1")
     assert (here.host, here.port, here.role, here.page_size, here.max_running) == ("127.0.0.1", 8001, "both", 16, 3)
     assert (here.kv_events, here.kv_peer, here.served_model_name) == ("tcp://127.0.0.1:*", [], ["tiny"])
+    assert observer_settings(here).kv_events_secret == files.pages.read_text().strip()
     assert not here.compile_cache
     assert not here.heeds_deadlines
     assert serve_config(here).transfers
     there = parse("10.0.0.1", "10.0.0.1", "10.0.0.2")
-    assert (there.kv_host, there.kv_peer, there.kv_events) == ("10.0.0.1", ["10.0.0.2"], "tcp://*:*")
+    assert (there.kv_host, there.kv_peer, there.kv_events) == ("10.0.0.1", ["10.0.0.2"], "tcp://10.0.0.1:*")
 
 
 def wait_until(what: str, condition: Callable[[], object], seconds: float = 120.0) -> None:
@@ -180,13 +187,15 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
             ask([(5 + number) * i % 200 for i in range(300 + 7 * number)], 20)
         pids = children(router)
         arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-        [key] = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
-        headers = {"authorization": f"Bearer {Path(os.fsdecode(key)).read_text().strip()}"}
+        files = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
+        own = [Path(os.fsdecode(file)).read_text().split()[1] for file in sorted(files)]
+        keys = dict(zip(("prefill", "decode"), own, strict=True))  # each instance has its own
         instances = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
         urls = {each["role"]: each["url"] for each in instances}
 
         def directly(role: str, params: dict[str, Any], count: int) -> dict[str, Any]:
             sent = body | {"prompt": list(range(150)), "max_tokens": count, "kv_transfer_params": params}
+            headers = {"authorization": f"Bearer {keys[role]}"}
             answer = httpx.post(f"{urls[role]}/v1/completions", json=sent, headers=headers, timeout=60)
             assert answer.status_code == 200, answer.text
             found: dict[str, Any] = answer.json()
@@ -199,6 +208,7 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
 
         moved: dict[str, float] = {}
         for each in instances:
+            headers = {"authorization": f"Bearer {keys[each['role']]}"}
             lines = httpx.get(f"{each['url']}/metrics", headers=headers).text
             for way, number in re.findall(
                 r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M

@@ -22,6 +22,7 @@ from longctx.cli.serve_cluster import Secrets, engine_arguments, instance_argume
 from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
 from longctx.cluster.config import read_cluster
 from longctx.serving.server.auth import OPEN_PATHS
+from longctx.serving.server.settings import is_loopback
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -66,8 +67,8 @@ def test_scripts_have_flags_that_exist(path: Path) -> None:
     commands = commands_of(path)
     assert bool(commands) == (path.parent.name != "multi_host")
     for options in commands:
-        is_open = options.host not in ("127.0.0.1", "localhost") and options.host != "host"
-        assert not is_open or options.api_key_file or options.admin_key_file, "a server that lets others in has keys"
+        is_open = not is_loopback(options.host) and options.host != "host"
+        assert not is_open or options.api_key_file, "a server that lets others in has keys"
         if options.cluster is not None:
             read_cluster(path.parent / options.cluster.name, options.launcher)
 
@@ -119,6 +120,23 @@ def of_container(path: Path, container: dict[str, Any]) -> argparse.Namespace:
     return parse(script.parent, shlex.split(re.sub(r"\$(\w+|\{\w+\}|\(\w+\))", "host", words)))
 
 
+def test_instances_of_a_cluster_are_reached_by_routers_and_instances_alone() -> None:
+    path = ROOT / "examples/cluster/longctx.yaml"
+    items = yaml.safe_load(path.read_text(encoding="utf-8"))["items"]
+    [policy] = [each["spec"] for each in items if each["kind"] == "NetworkPolicy"]
+    assert policy["podSelector"]["matchLabels"] == {"app": "longctx"}
+    sources = [source["podSelector"]["matchLabels"]["app"] for rule in policy["ingress"] for source in rule["from"]]
+    assert sources == ["longctx-router", "longctx"]
+    opened = {
+        port
+        for each in policy["ingress"][0]["ports"]
+        for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+    }
+    [decode] = templates(path)["longctx-decode"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in decode["ports"]}
+    assert opened == {ports["http"], ports["kv-events"], ports["kv-replay"]}
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.parent.name)
 def test_pods_have_probes_mounts_and_times_that_fit(path: Path) -> None:
     for name, template in templates(path).items():
@@ -147,7 +165,7 @@ def test_containers_of_the_compose_file_find_files_and_secrets() -> None:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
-    services, options = found["services"], {}
+    services, options, used = found["services"], {}, set[str]()
     for name, service in services.items():
         mounts = [each.split(":") for each in service["volumes"] if each.startswith("./")]
         assert all(mode == "ro" and (COMPOSE.parent / source).is_file() for source, _, mode in mounts)
@@ -156,11 +174,16 @@ def test_containers_of_the_compose_file_find_files_and_secrets() -> None:
         assert first == "serve"
         options[name] = parse(files[arguments[arguments.index("--config") + 1]].parent, arguments)
         assert str(options[name].config) in files
-        assert set(service["secrets"]) == found["secrets"].keys()
+        mounted = {each if isinstance(each, str) else each["target"] for each in service["secrets"]}
+        given = vars(options[name]).items()
+        named = {value for field, value in given if field.endswith("_key_file") or field == "kv_secret_file"}
+        assert {f"/run/secrets/{each}" for each in mounted} >= {str(each) for each in named - {None}}
+        used |= {each if isinstance(each, str) else each["source"] for each in service["secrets"]}
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         assert int(service["stop_grace_period"].removesuffix("s")) > options[name].shutdown_timeout
+    assert used == found["secrets"].keys()
     assert ["ports" in service for service in services.values()] == [True] + [False] * (len(options) - 1)
 
 

@@ -211,7 +211,7 @@ def test_a_router_that_hears_kv_events_knows_what_is_cached_where() -> None:
     ports = [free_port() for _ in range(4)]
     events, replays = ([f"tcp://127.0.0.1:{port}" for port in some] for some in (ports[:2], ports[2:]))
     flags = [
-        (*SIZES, "--kv-events", event, "--kv-events-replay", replay)
+        (*SIZES, "--kv-events", event, "--kv-events-replay", replay, "--kv-events-tokens")
         for event, replay in zip(events, replays, strict=True)
     ]
     document = passkey.make_document(3_000, 4, 300)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from longctx.cli import command_flags
-from longctx.serving.server.auth import ADMIN_PATHS, OPEN_PATHS
+from longctx.serving.server.auth import OPEN_PATHS, scope_of
 from longctx.serving.server.schemas import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parent.parent
@@ -26,13 +26,18 @@ def names(cell: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", cell))
 
 
-def test_every_endpoint_is_in_the_table_with_the_key_that_it_needs() -> None:
+def test_every_endpoint_is_in_the_table_with_the_scope_that_it_needs() -> None:
     sources = (ROOT / "longctx" / "serving" / "server" / "routes").glob("*.py")
     served = {path.replace(":path}", "}") for source in sources for path in ROUTE.findall(source.read_text("utf-8"))}
     described = {name: key for paths, _, key in rows("Endpoints") for name in names(paths)}
     assert set(described) == served
-    assert {name for name, key in described.items() if key == "an administrator's"} == ADMIN_PATHS
-    assert {name for name, key in described.items() if key == "none"} == OPEN_PATHS | {"/page/static/{name}"}
+    is_open = {name for name, scope in described.items() if scope == "none"}
+    own = {path for path in OPEN_PATHS if not path.startswith("/cluster/")}  # those are a router's: cluster.md
+    assert is_open == own | {"/page/static/{name}"}
+    needed = {name: scope_of(name) for name in served - is_open}
+    assert {name: described[name].strip("`") for name in needed} == {
+        name: each or "any" for name, each in needed.items()
+    }
 
 
 def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:

@@ -15,7 +15,7 @@ while [ -z "$stopped" ]; do
     # shellcheck disable=SC2086
     longctx serve --config engine.toml --model "$MODEL" $plan --host 0.0.0.0 --kv-advertise "$host" $PEERS \
         --join "$ROUTER:8080" --join-role "$role" --join-name "$role-$number" --join-url "http://$host:8000" \
-        --join-key-file "$SECRETS/cluster" --admin-key-file "$SECRETS/cluster" --api-key-file "$SECRETS/clients" \
+        --join-key-file "$SECRETS/$role-$number" --api-key-file "$SECRETS/$role-$number" \
         --kv-secret-file "$SECRETS/pages" &
     child=$!
     wait $child

@@ -12,6 +12,7 @@ from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, keep_st
 from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
 COMMANDS = {
+    "api-key": "Make a key of a server: the line of a file of keys, with its digest; the key itself on standard error.",
     "bench": "Serve a workload, from a file or synthetic, and measure TTFT, TPOT and tokens per second.",
     "chat": "Talk to a model in the terminal, about files too; each turn reads only what is new.",
     "demo": "Hide pass keys in a long document and ask the built-in model for them.",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from longctx.cli.flag_sets import (
+    ApiKeyFlags,
     ChatFlags,
     ClusterFlags,
     DemoFlags,
@@ -55,6 +56,7 @@ def _sampling(max_tokens: int) -> Flags:
     return Flags(SamplingParams, "sampling", names, defaults={"max_tokens": max_tokens, "seed": 0})
 
 
+_ACCESS = ("allow_hosts", "allow_origins", "requests_per_minute", "tokens_per_minute", "audit_log")
 _SERVE = (
     Flags(ModelFlags, only=("model",)),
     Flags(ServeFlags, only=("config", "host", "port", "api_key_file")),
@@ -70,12 +72,13 @@ _SERVE = (
         names={"heeds_deadlines": "ignore_deadlines"},
         helps={"heeds_deadlines": "admit requests whose TTFT target can't be kept, too"},
     ),
-    Flags(ServerSettings, "server", without=("api_keys", "admin_keys", "allow_hosts", "allow_origins")),
-    Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file")),
+    Flags(ServerSettings, "server", without=("api_keys", "admin_keys", *_ACCESS)),
+    Flags(ServeFlags, "access", ("api_key", "admin_key", "admin_key_file", "allow_anonymous")),
+    Flags(ServeFlags, "access", ("tls_cert", "tls_key", "tls_ca")),
     Flags(EngineConfig, "access", ("tenant_weights",)),
-    Flags(ServerSettings, "access", ("allow_hosts", "allow_origins")),
+    Flags(ServerSettings, "access", _ACCESS),
     Flags(ServeFlags, "recording", ("record", "record_bytes")),
-    Flags(ObserverSettings, "observers"),
+    Flags(ObserverSettings, "observers", without=("kv_events_secret",)),
     _ENGINE,
     Flags(TierConfig, _TIERS, prefix="kv_", defaults={"host_bytes": None, "disk_bytes": None}),
     Flags(ServeFlags, _TIERS, ("kv_secret_file",)),
@@ -87,6 +90,7 @@ _SERVE = (
     *_SCHEDULING,
 )
 FLAGS: Mapping[str, tuple[Flags, ...]] = {
+    "api-key": (Flags(ApiKeyFlags, positional={"name": "NAME"}),),
     "bench": (
         *(*_CHECKPOINT, _WORKLOAD, _ENGINE, *_DEVICES, _PROCESSES, *_SCHEDULING),
         Flags(ResultFlags, "results", ("json", "plot")),

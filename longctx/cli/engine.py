@@ -44,7 +44,7 @@ def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
             raise ValueError(f"--ports must be LOW:HIGH, got {options.ports!r}")
         arguments["ports"] = int(low), int(high)
     if options.group_secret_file is not None:
-        arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file)
+        arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file, is_secret=True)
     interrupts.leave_to_python()  # the other processes are told
     return initialize(**arguments)
 

@@ -5,16 +5,23 @@ import os
 import tempfile
 from pathlib import Path
 
+from longctx.serving.kv_cache.secret import check_private
 from longctx.serving.validation import check_text
 
 
-def read_text(flag: str, path: Path, max_bytes: int | None = None) -> str:
-    """Read a UTF-8 text, of a regular file where `max_bytes` limits it; ValueError names the flag, or a command."""
+def read_text(flag: str, path: Path, max_bytes: int | None = None, is_secret: bool = False) -> str:
+    """Read a UTF-8 text, of a regular file where `max_bytes` limits it; ValueError names the flag, or a command.
+
+    Args:
+      is_secret: refuse a file that other users may read, see `check_private`.
+    """
     try:
         check_input(flag, path)
         if max_bytes is not None and not path.is_file():  # a pipe or a device may never end
             raise ValueError(f"{flag}: {path} is not a regular file")
         with path.open("rb") as file:
+            if is_secret:
+                check_private(flag, path, os.fstat(file.fileno()))
             contents = file.read() if max_bytes is None else file.read(max_bytes + 1)
     except OSError as error:
         raise ValueError(f"{flag}: {path} can't be read: {error.strerror}") from None

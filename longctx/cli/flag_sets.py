@@ -224,6 +224,13 @@ class ReplayFlags:
 
 
 @flag_set
+class ApiKeyFlags:
+    """`longctx api-key`."""
+
+    name: Annotated[str, "name of the key, which is the tenant of its requests"]
+
+
+@flag_set
 class ServeFlags:
     """`longctx serve`."""
 
@@ -231,11 +238,22 @@ class ServeFlags:
     host: Annotated[str, "address to listen on; 127.0.0.1 is reached from this host only"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0: any"] = 8000
     api_key_file: Annotated[
-        Path | None, "keys that clients need, one a line: KEY or 'NAME KEY', the tenant's name. None: no key is needed"
+        Path | None,
+        "keys that clients need, one a line: KEY or 'NAME KEY [OPTION=VALUE ...]', the tenant's name, see "
+        "docs/serving.md. None: no key is needed",
     ] = None
     api_key: Annotated[tuple[str, ...], "a key that clients need"] = ()
-    admin_key: Annotated[tuple[str, ...], "a key that loads, aborts and profiles need"] = ()
-    admin_key_file: Annotated[Path | None, "keys that loads, aborts and profiles need, one a line"] = None
+    admin_key: Annotated[tuple[str, ...], "a key of an administrator"] = ()
+    admin_key_file: Annotated[Path | None, "keys of administrators, likewise"] = None
+    allow_anonymous: Annotated[
+        bool, "let other hosts' clients in without keys, where --host is not of this host alone"
+    ] = False
+    tls_cert: Annotated[Path | None, "certificate in PEM, with those between it and its CA's. None: plain HTTP"] = None
+    tls_key: Annotated[Path | None, "its private key in PEM, which its owner alone may read"] = None
+    tls_ca: Annotated[
+        Path | None,
+        "CAs in PEM of a cluster's certificates: a server's clients need one, a router verifies its instances",
+    ] = None
     served_model_name: Annotated[tuple[str, ...], "name by which clients call the model"] = ()
     chat_template: Annotated[Path | None, "jinja2 template of chats. None: the tokenizer's own"] = None
     record: Annotated[
@@ -259,8 +277,8 @@ class TransferFlags:
     kv_advertise: Annotated[str | None, "host by which others reach it. None: --kv-host"] = None
     kv_peer: Annotated[
         tuple[str, ...],
-        "HOST[:PORT] whose pages are fetched when a request says so, besides this host's own; or a network, such as "
-        "10.0.0.0/8",
+        "HOST[:PORT] whose pages are fetched when a request says so, besides this host's own; of a router, from which "
+        "instances may register. Or a network, such as 10.0.0.0/8",
     ] = ()
     kv_plain: Annotated[bool, "do not encrypt pages: faster, for a trusted network"] = False
     kv_messenger: Annotated[Messenger, "what carries the pages"] = "zmq"
@@ -272,9 +290,11 @@ class ClusterFlags:
 
     cluster: Annotated[Path | None, "TOML of a cluster: serve its instances; flags of engines stand in there"] = None
     launcher: Annotated[Launcher | None, "what starts them. None: as the file says"] = None
-    instance_key_file: Annotated[Path | None, "an administrator's key of instances that run already"] = None
+    instance_key_file: Annotated[
+        Path | None, "keys of instances that run already or join: 'NAME KEY' of each, or one KEY of all others"
+    ] = None
     join: Annotated[tuple[str, ...], "HOST:PORT of a cluster's router, whose instance this server becomes"] = ()
-    join_key_file: Annotated[Path | None, "an administrator's key of that router"] = None
+    join_key_file: Annotated[Path | None, "the key with which that router lets this instance join"] = None
     join_role: Annotated[Role | None, "role of this instance there at first, with --role both. None: --role"] = None
     join_name: Annotated[str | None, "name of this instance there. None: host and port"] = None
     join_url: Annotated[str | None, "URL by which the router reaches this server. None: its --host and port"] = None

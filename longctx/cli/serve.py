@@ -27,12 +27,15 @@ from longctx.cli.serve_settings import (
     make_messenger,
     make_transfers,
     model_names,
+    observer_settings,
     serve_config,
     server_settings,
+    server_url,
+    tls_of,
+    watch_keys,
 )
 from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cluster.launcher.supervised import end_with_parent
-from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer
 from longctx.models.chat_template import ChatTemplate, has_template
 from longctx.parallel import make_mesh
@@ -41,7 +44,9 @@ from longctx.serving.config import AdmissionLimits
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
+from longctx.serving.server.connections import raise_descriptor_limit
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.tls import Tls
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)  # its one line says which kernels serve
@@ -57,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     extras.check("serve", "longctx serve")
     from longctx.serving.server.http_server import bind
 
+    raise_descriptor_limit()
     if options.cluster is not None:
         from longctx.cli.serve_cluster import serve_cluster
 
@@ -70,18 +76,19 @@ def run(options: argparse.Namespace) -> int:
         serve_config(options),
         server_settings(options),
         read(AdmissionLimits, options),
-        read(ObserverSettings, options),
+        observer_settings(options),
         chat_template(options),
     )
-    names = {key.name for key in settings.server.api_keys}
+    names = {key.tenant for key in settings.server.api_keys}
     for name in settings.config.tenant_weights:
         if name not in names:
             raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
     with initialize_processes(options) as group, contextlib.ExitStack() as stack:
-        listener = None
+        listener = tls = None
         if group.is_first:  # before anything that takes long
+            tls = tls_of(options)
             listener = stack.enter_context(bind(options.host, options.port))
-        return _serve(options, settings, group, listener)
+        return _serve(options, settings, group, listener, tls)
 
 
 class _Settings(NamedTuple):
@@ -93,7 +100,11 @@ class _Settings(NamedTuple):
 
 
 def _serve(
-    options: argparse.Namespace, settings: _Settings, group: ProcessGroup, listener: socket.socket | None
+    options: argparse.Namespace,
+    settings: _Settings,
+    group: ProcessGroup,
+    listener: socket.socket | None,
+    tls: Tls | None,
 ) -> int:
     from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
@@ -106,22 +117,23 @@ def _serve(
     engine = loader.load(config, tokenizer=tokenizer, recorder=recorder)
     if listener is None:
         return _follow(engine, options, settings.server.shutdown_timeout)
-    address = host_port(*listener.getsockname()[:2])
+    url = server_url(listener, tls)
     if settings.template is None and not has_template(tokenizer):
         console.note(NO_TEMPLATE)
 
     def warm_up(engine: Engine) -> None:
         _log.info(describe_kernels(loader.model, config, loader.dtype))
         show_compiling(engine.warm_up, console, engine)
-        console.note(f"ready    {names[0]} at http://{address}")
+        console.note(f"ready    {names[0]} at {url}")
 
-    transfers = None if options.role is None else functools.partial(make_transfers, options)
+    transfers = None if options.role is None else functools.partial(make_transfers, options, tls)
     server = Server(
         engine, names, settings.server, settings.limits, settings.template, warm_up, settings.observers, transfers
     )
-    http = HttpServer(server)
+    watch_keys(server.keys, options)
+    http, page_hash = HttpServer(server, tls=tls), engine.core.page_hash
     interrupts.leave_to_python()
-    with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):
+    with recorder or contextlib.nullcontext(), joining(options, url, lambda: server.is_open, page_hash, tls):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()

@@ -15,19 +15,25 @@ from typing import Any, NamedTuple
 from longctx.cli import command_flags, command_parser
 from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
-from longctx.cli.flags import prefixing, read
+from longctx.cli.flags import naming, prefixing, read
 from longctx.cli.serve_settings import (
+    LOOPBACK,
     chat_template,
     check_transfer_flags,
     model_names,
+    pages_secret,
     serve_config,
     server_settings,
+    server_url,
+    tls_of,
+    watch_keys,
 )
 from longctx.cli.settings import parallel_plan
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launcher import Address, Launched, MakeCommand, ProcessLauncher
 from longctx.cluster.launcher.ray_launcher import RayLauncher
+from longctx.cluster.peers import Peers
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import ClusterBackend, RouterServer, RouterSettings
 from longctx.cluster.server_url import host_port
@@ -37,17 +43,20 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, hash_key, read_keys
+from longctx.serving.server.tls import Tls
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
 _ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
-_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file"}
+_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
+_ROUTER |= {"tls_cert", "tls_key", "tls_ca", "max_logprob_bytes"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
-_ROUTER |= {"cluster", "launcher", "instance_key_file", "compile_cache", "log_prompts", "end_with_stdin"}
+_ROUTER |= {"cluster", "launcher", "instance_key_file", "kv_peer", "compile_cache", "log_prompts", "end_with_stdin"}
 """Options of the router itself; those of the other flags are of its instances."""
 _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher", "instance_key_file"}
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
-_OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
+_OURS |= {"allow_anonymous", "served_model_name", "kv_events", "kv_events_replay", "kv_events_topic"}
+_OURS |= {"kv_events_plain", "kv_events_tokens", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
 _OURS |= {"record", "record_bytes"}
@@ -62,50 +71,81 @@ class Secrets(NamedTuple):
 
     Attributes:
       pages: of page keys and transfers.
-      user, admin: keys of clients and administrators.
+      user: the digest of a key that was forgotten, so that the router alone may ask.
     """
 
     pages: Path
     user: Path
-    admin: Path
 
     @classmethod
     def make(cls, folder: Path, pages: Path | None) -> "Secrets":
         """New ones; `pages`: a file that is there already."""
-        made = cls(pages or folder / "pages", folder / "user", folder / "admin")
+        made = cls(pages or folder / "pages", folder / "user")
         if pages is None:
             make_secret(made.pages)
-        for path in (made.user, made.admin):
-            path.touch(mode=0o600)
-            path.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
+        _write_secret(made.user, hash_key(secrets.token_hex(32)))
         return made
 
-    @property
-    def admin_key(self) -> str:
-        return self.admin.read_text(encoding="ascii").strip()
+
+class InstanceKeys(NamedTuple):
+    """Keys by which the router asks instances, and these register.
+
+    Attributes:
+      shared: of those that have none of their own; None: they need none.
+      joiners: of those that may register, by their names.
+      own: by the name of an instance.
+    """
+
+    shared: str | None
+    joiners: tuple[ApiKey, ...]
+    own: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path | None) -> "InstanceKeys":
+        """Read `--instance-key-file`: lines `NAME KEY`, and one `KEY` for all others."""
+        flag, lines = "--instance-key-file", list[str]()
+        if path is not None:
+            lines = read_text(flag, path, is_secret=True).splitlines()
+        with prefixing(f"{flag}: "):
+            shared = read_keys([line for line in lines if len(line.split()) == 1], "shared")
+            own = read_keys([line for line in lines if len(line.split()) != 1], "instance")
+            if any(key.is_hashed for key in (*shared, *own)):
+                raise ValueError("keys must stand there as they are, as the router sends them")
+            if len(shared) > 1:
+                raise ValueError("one key may be without a name, that of all other instances")
+        return cls(shared[0].key if shared else None, own, {key.name: key.key for key in own})
+
+
+def _write_secret(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text + "\n", encoding="ascii")
+    return path
 
 
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
     settings, observers, template = server_settings(options), read(ObserverSettings, options), chat_template(options)
+    tls = tls_of(options)
+    _check_access(options, settings)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
-        engine, launcher, key = _prepare(options, file, folder)
-        make_server = _server_maker(options, file, engine, settings, template, key)  # before anything is started
+        engine, launcher, keys = _prepare(options, file, folder)
+        make_server = _server_maker(options, file, engine, settings, template, keys, tls)  # before anything is started
         stack.callback(launcher.close)
         try:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
         server = make_server(addresses)
+        watch_keys(server.keys, options)
         _log_requests(observers, stack, server.cluster)
-        http = HttpServer(server, app=make_router_app(server))
+        http = HttpServer(server, make_router_app(server), tls, needs_certificate=False)  # its users have keys
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
         ended = threading.Event()
-        console, url = Console(options.quiet), f"http://{host_port(*listener.getsockname()[:2])}"
+        console, url = Console(options.quiet), server_url(listener, tls)
         console.note(f"router   at {url}; {len(addresses)} instances by {file.launcher}")
         watch = threading.Thread(target=_watch, args=(server, http, launcher, len(addresses), ended, console, url))
         watch.start()
@@ -113,6 +153,19 @@ def serve_cluster(options: argparse.Namespace) -> int:
         stack.callback(ended.set)
         http.run([listener])
         return FAILED if launcher.problem is not None else 0
+
+
+def _check_access(options: argparse.Namespace, settings: ServerSettings) -> None:
+    """Raise ValueError for a router whose instances' key others could get at, or that takes instances from nowhere."""
+    with naming({"peers": "--kv-peer"}):
+        Peers(options.kv_peer, "localhost")
+    if not settings.admin_keys:
+        for flag, needs in (
+            (f"--host {options.host}", options.host not in LOOPBACK),
+            ("--instance-key-file", options.instance_key_file is not None),
+        ):
+            if needs:
+                raise ValueError(f"{flag} needs --admin-key-file: without it all who reach the router command it")
 
 
 def _log_requests(settings: ObserverSettings, stack: contextlib.ExitStack, backend: ClusterBackend) -> None:
@@ -135,8 +188,10 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, _Launcher, str]:
-    """Return the flags of the instances, their launcher, and the key by which they are asked."""
+def _prepare(
+    options: argparse.Namespace, file: ClusterFile, folder: Path
+) -> tuple[argparse.Namespace, _Launcher, InstanceKeys]:
+    """Return the flags of the instances, their launcher, and the keys by which they are asked."""
     place = f"{options.cluster}: "
     given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
     pages = given.pop("kv-secret-file", None)
@@ -152,31 +207,26 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
         engine = command_parser("serve").parse_args(common)
         check_transfer_flags(engine)
         serve_config(engine)
+    schemes: dict[str, str] = {}
     for each in starts:
         with prefixing(f"{place}[[instances]] {each.name}: "):
             parsed = command_parser("serve").parse_args([*common, *own[each.name]])
             serve_config(parsed)
+            schemes[each.name] = "http" if parsed.tls_cert is None else "https"
             num_devices = parallel_plan(parsed).num_devices
             if num_devices % each.processes:
                 message = "processes must divide the {} devices of --stage, --context and --tensor, got {}"
                 raise ValueError(message.format(num_devices, each.processes))
-    if options.instance_key_file is not None:
-        key_text = read_text("--instance-key-file", options.instance_key_file)
-        files.admin.write_text(key_text, encoding="utf-8")
-    paths = tuple(map(str, files))
-    launched = [
-        Launched(
-            each.name,
-            each.role,
-            instance_command(common, own[each.name]),
-            paths,
-            _environments(each),
-        )
-        for each in starts
-    ]
+    keys, launched = InstanceKeys.read(options.instance_key_file), list[Launched]()
+    for number, each in enumerate(starts):  # one that falls into wrong hands opens no other
+        keys.own[each.name] = secrets.token_hex(32)
+        admin = _write_secret(folder / f"admin-{number}", f"router {keys.own[each.name]}")
+        command = instance_command(common, [*own[each.name], f"--admin-key-file={admin}"])
+        paths = (*map(str, files), str(admin))
+        launched.append(Launched(each.name, each.role, command, paths, _environments(each), schemes[each.name]))
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     launcher = RayLauncher(launched, file.ray, known) if file.launcher == "ray" else ProcessLauncher(launched, known)
-    return engine, launcher, files.admin_key
+    return engine, launcher, keys
 
 
 def _environments(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
@@ -193,18 +243,25 @@ def _server_maker(
     engine: argparse.Namespace,
     settings: ServerSettings,
     template: ChatTemplate | None,
-    key: str,
+    keys: InstanceKeys,
+    tls: Tls | None,
 ) -> Callable[[list[Address]], RouterServer]:
     """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
     router = RouterSettings(
-        instance_key=key,
+        instance_key=keys.shared,
+        instance_keys=keys.own,
+        joiners=keys.joiners,
+        secret=pages_secret(engine),
+        peers=tuple(options.kv_peer),
         bandwidth=file.bandwidth,
         latency=file.latency,
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
+        max_logprob_bytes=options.max_logprob_bytes,
         metrics_prefix=options.metrics_prefix,
+        tls=tls,
     )
     config = serve_config(engine)
     config = dataclasses.replace(config, slo=config.slo.per_token(parallel_plan(engine).stage))  # as instances have it
@@ -258,7 +315,7 @@ def instance_arguments(arguments: Sequence[str], files: Secrets, names: Sequence
     return [
         *arguments,
         *("--quiet", "--end-with-stdin", "--role=both", "--ignore-deadlines", f"--kv-secret-file={files.pages}"),
-        *(f"--api-key-file={files.user}", f"--admin-key-file={files.admin}"),
+        f"--api-key-file={files.user}",
         *(f"--served-model-name={name}" for name in names),
     ]
 
@@ -268,8 +325,8 @@ def instance_command(arguments: Sequence[str], own: Sequence[str]) -> MakeComman
 
     def make(host: str, port: int, hosts: Sequence[str]) -> list[str]:
         here = [f"--host={host}", f"--port={port}"]
-        events = "127.0.0.1" if host == _LOOPBACK else "*"
-        here += [f"--kv-events=tcp://{events}:*", f"--kv-events-replay=tcp://{events}:*"]
+        endpoint = f"tcp://{host_port(host, 0)[:-1]}*"
+        here += [f"--kv-events={endpoint}", f"--kv-events-replay={endpoint}"]
         if host != _LOOPBACK:
             here += [f"--kv-host={host}", *(f"--kv-peer={each}" for each in hosts if each != host)]
         return [sys.executable, "-m", "longctx", "serve", *arguments, *own, *here]

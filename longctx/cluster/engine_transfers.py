@@ -28,6 +28,7 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
+from longctx.serving.server.tls import Tls
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
@@ -44,6 +45,7 @@ class EngineTransfers:
       peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
+      tls: of the server, for requests to others.
 
     Attributes:
       prefills: requests to other servers to compute prompts.
@@ -52,7 +54,9 @@ class EngineTransfers:
       ValueError: a role or peer can't be.
     """
 
-    def __init__(self, messenger: EngineMessenger, peers: Sequence[str] = (), role: Role = "both") -> None:
+    def __init__(
+        self, messenger: EngineMessenger, peers: Sequence[str] = (), role: Role = "both", tls: Tls | None = None
+    ) -> None:
         engine = messenger.engine
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
             stack.callback(messenger.close)
@@ -60,10 +64,12 @@ class EngineTransfers:
                 raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
             self._peers = Peers(peers, messenger.host)
             self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
-            self.prefills = PrefillRequests(engine, self._source_at, self.check_peer)
+            self.prefills = PrefillRequests(engine, self._source_at, self.check_peer, tls)
             stack.callback(self.prefills.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None
+        assert engine.core.page_hash is not None
+        self._hash = engine.core.page_hash
         layout, fingerprint = engine.page_identity
         self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
@@ -78,8 +84,8 @@ class EngineTransfers:
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Make `kv_transfer_params` of the answer of a request with a lease."""
-        followers = {"remote_followers": self._messenger.followers} if self._messenger.followers else {}
-        return followers | {
+        followers, handoff = self._messenger.followers, Handoff.of(outputs)
+        return ({"remote_followers": followers} if followers else {}) | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
@@ -88,7 +94,8 @@ class EngineTransfers:
             "remote_port": self.port,
             "fingerprint": self._fingerprint,
             "kv_dtype": self._kv_dtype,
-            "handoff": Handoff.of(outputs).to_dict(),
+            "handoff": handoff.to_dict(),
+            "signature": self._hash.sign(*_signed(self.host, self.port, followers, handoff)),
         }
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
@@ -105,6 +112,10 @@ class EngineTransfers:
                 409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
             )
         handoff = _read_handoff(params.handoff)
+        said = _signed(params.remote_host, params.remote_port, params.remote_followers, handoff)
+        if not self._hash.is_signed(params.signature or "", *said):
+            message = f"{_NAME} must be as a server with this one's --kv-secret-file answered: the signature is wrong"
+            raise ApiError(403, message, _NAME, "not_signed")
         try:
             self._check(handoff, prepared)
         except ApiError:
@@ -140,7 +151,8 @@ class EngineTransfers:
         if prefill is not None:
             wanted, prefix = prefill.prefix, None
             if prefill.url is not None:
-                wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
+                wanted = PagePrefix(url=prefill.url, seconds=prefill.seconds, grant=prefill.grant)
+                prefix = prefill.prefix
         received = None if wanted is None else self.prefills.ask(prepared, headers, wanted, prefix, handoff)
         return Received(handoff, {}) if received is None and handoff is not None else received
 
@@ -219,6 +231,11 @@ def _read_handoff(fields: dict[str, Any]) -> Handoff:
         return Handoff.from_dict(fields)
     except ValueError as error:
         raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+
+
+def _signed(host: str, port: int, followers: Sequence[str], handoff: Handoff) -> tuple[object, ...]:
+    """Return what is signed of `kv_transfer_params`: where pages are fetched, and which. Clients can't choose these."""
+    return "pages", host, port, list(followers), [each.lease for each in handoff.completions]
 
 
 def _breaks_tpot(engine: Engine, length: int, target: float | None) -> bool:

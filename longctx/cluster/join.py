@@ -1,7 +1,15 @@
-"""`Joining`: the registration of a server with the routers of a cluster, repeated when they come back."""
+"""Registration of a server with the routers of a cluster: `Joining`, its end, and `Challenges`, a router's.
+
+Both ends prove to each other that they know the secret of page keys, by signatures over a random text of each, before
+either sends a key: the server that of the router's administrator with its registration, and the router that of the
+instance's with its first questions. The server's signature is over its URL too, so that no other URL comes with it.
+"""
 
 import logging
+import secrets
+import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +17,40 @@ import httpx
 
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.server_url import check_server_url, split_server_url
+from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
 _EVERY = 5.0  # seconds between two registrations: a router that has come back learns of the instance by them
 _TIMEOUT = 5.0
+_PROOF_SECONDS = 30.0  # within which a server registers after its challenge
+
+
+class Challenges:
+    """Router's end of registrations: what servers have to sign, and whether they have.
+
+    Args:
+      page_hash: of the cluster.
+    """
+
+    def __init__(self, page_hash: PageHash) -> None:
+        self._hash, self._own = page_hash, PageHash(secrets.token_bytes(32), 1)
+
+    def make(self, nonce: str) -> dict[str, str]:
+        """Make a challenge for a server that has drawn `nonce`, with the router's own proof; nothing is kept of it."""
+        challenge = f"{time.monotonic() + _PROOF_SECONDS:.3f} {secrets.token_hex(16)}"
+        challenge += f" {self._own.sign(nonce, challenge)}"
+        return {"challenge": challenge, "proof": self._hash.sign("router", nonce, challenge)}
+
+    def is_proven(self, nonce: str, challenge: str, proof: str, *said: str | None) -> bool:
+        """Return whether a server that knows the secret has signed a challenge, and what it said, in time."""
+        drawn, _, own = challenge.rpartition(" ")
+        return (
+            self._own.is_signed(own, nonce, drawn)
+            and time.monotonic() < float(drawn.partition(" ")[0])
+            and self._hash.is_signed(proof, "instance", nonce, challenge, *said)
+        )
 
 
 class Joining:
@@ -24,8 +61,10 @@ class Joining:
       url: by which the routers reach this server.
       role: its first one; a router may change it.
       is_open: whether the server takes requests now.
+      page_hash: of the cluster.
       key: of an administrator of the routers; None: they need none.
       name: of the instance; None: its host and port.
+      tls: of the server. Routers without a scheme in their addresses are `https://` then.
       seconds: between two registrations.
 
     Raises:
@@ -38,14 +77,16 @@ class Joining:
         url: str,
         role: Role,
         is_open: Callable[[], bool],
+        page_hash: PageHash,
         key: str | None = None,
         name: str | None = None,
+        tls: Tls | None = None,
         seconds: float = _EVERY,
     ) -> None:
-        self._routers = [router_url(each) for each in routers]
+        self._routers = [router_url(each, "http" if tls is None else "https") for each in routers]
         self._body = {"url": check_join_url(url), "name": name, "role": role}
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self._is_open, self._seconds = is_open, seconds
+        self._is_open, self._hash, self._tls, self._seconds = is_open, page_hash, tls, seconds
         self._said: dict[str, str] = {}  # the last logged state of each router
         self._is_closing = threading.Event()
         self._threads = [
@@ -63,32 +104,55 @@ class Joining:
             each.join(2 * _TIMEOUT)
 
     def _run(self, router: str) -> None:
-        is_known = False
-        with httpx.Client(trust_env=False, timeout=_TIMEOUT, headers=self._headers) as client:
-            while not self._is_closing.is_set():
-                if self._is_open():
-                    is_known = self._tell(client, router, "register", self._body) or is_known
-                self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
-            if is_known:
-                self._tell(client, router, "remove", {"url": self._body["url"]})
+        is_known, system = False, ssl.create_default_context()
+        while not self._is_closing.is_set():
+            if self._is_open():
+                is_known = self._tell(system, router, "register", self._body) or is_known
+            self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
+        if is_known:
+            self._tell(system, router, "remove", {"url": self._body["url"]})
 
-    def _tell(self, client: httpx.Client, router: str, what: str, body: dict[str, Any]) -> bool:
-        """Post a body to a router; return whether it has accepted it."""
+    def _tell(self, system: ssl.SSLContext, router: str, what: str, body: dict[str, Any]) -> bool:
+        """Post a body to a router that proves that it knows the secret; return whether it has accepted it.
+
+        `system`: without `tls`, the system's CAs.
+        """
+        is_known, level = False, logging.WARNING
+        verify = system if self._tls is None else self._tls.client  # another one after a reload
         try:
-            answer = client.post(f"{router}/cluster/{what}", json=body)
-            said = "it is known there" if answer.status_code == 200 else f"{answer.status_code} {_reason(answer)}"
+            with httpx.Client(trust_env=False, timeout=_TIMEOUT, verify=verify) as client:
+                proof = self._prove(client, router)
+                answer = client.post(f"{router}/cluster/{what}", json=body | proof, headers=self._headers)
+            is_known, said = answer.status_code == 200, f"{answer.status_code} {_reason(answer)}"
         except httpx.HTTPError as error:
-            answer, said = None, f"no answer: {type(error).__name__}"
+            level, said = logging.INFO, f"no answer: {type(error).__name__}"
+        except ValueError as error:
+            said = str(error)
+        if is_known:
+            level, said = logging.INFO, "it is known there"
         if self._said.get(router) != said:
             self._said[router] = said
-            is_wrong = answer is not None and answer.status_code != 200
-            logger.log(logging.WARNING if is_wrong else logging.INFO, "longctx: router %s: %s: %s", router, what, said)
-        return answer is not None and answer.status_code == 200
+            logger.log(level, "longctx: router %s: %s: %s", router, what, said)
+        return is_known
+
+    def _prove(self, client: httpx.Client, router: str) -> dict[str, str]:
+        """Return the proof that goes along with a registration. ValueError: the router has none itself."""
+        nonce = secrets.token_hex(16)
+        answer = client.post(f"{router}/cluster/challenge", json={"nonce": nonce})
+        try:
+            found = answer.json()
+            challenge, proof = str(found["challenge"]), str(found["proof"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{answer.status_code} {_reason(answer)}") from None
+        if not self._hash.is_signed(proof, "router", nonce, challenge):
+            raise ValueError("it does not know the secret of page keys (--kv-secret-file), so it gets no key")
+        own = self._body["url"], self._body["name"], self._body["role"]
+        return {"nonce": nonce, "challenge": challenge, "proof": self._hash.sign("instance", nonce, challenge, *own)}
 
 
-def router_url(text: str) -> str:
+def router_url(text: str, scheme: str = "http") -> str:
     """Return the URL of a router, from `HOST:PORT` or a URL; ValueError: it is none."""
-    url = text if "://" in text else f"http://{text}"
+    url = text if "://" in text else f"{scheme}://{text}"
     parts = split_server_url(url)
     if parts is None or parts.port is None:
         raise ValueError(f"join must be HOST:PORT, got {text!r}")

@@ -1,4 +1,4 @@
-"""`Peers`: the hosts that an engine fetches pages from. Clients can't name others."""
+"""`Peers`: the hosts that an engine fetches pages from, or that a router takes instances of. Others can't be named."""
 
 import contextlib
 import ipaddress
@@ -22,7 +22,7 @@ def parse_peer(text: str) -> tuple[str, int | None]:
 
 
 class Peers:
-    """Hosts that pages may be fetched from: those given, this machine's loopback, and this host itself.
+    """Hosts that may be connected to: those given, this machine's loopback, and this host itself.
 
     Args:
       peers: see `parse_peer`, or a network, such as `10.0.0.0/8`, for all addresses in it. A host that is given with
@@ -48,7 +48,7 @@ class Peers:
         self._ports.setdefault(self._name(own), {None})
 
     def admits(self, host: str, port: int | None = None) -> bool:
-        """Return whether pages may be fetched from there; without a port, whether from some port of that host."""
+        """Return whether this port of a host may be connected to; without a port, whether some port of it may."""
         ports = self._ports.get(self._name(host), set())
         if not ports:
             with contextlib.suppress(ValueError):  # a name

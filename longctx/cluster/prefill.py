@@ -25,6 +25,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from longctx.cluster.http_client import make_client
 from longctx.cluster.pending_pages import PendingSource, StagedPages
 from longctx.cluster.server_url import host_port, split_server_url
 from longctx.serving.engine.engine import Engine
@@ -36,6 +37,7 @@ from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import TENANT_HEADER
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.schemas import PagePrefix
+from longctx.serving.server.tls import Tls
 
 _LOG = logging.getLogger(__name__)
 _MARGIN = 5.0  # a page may take so much longer than all is predicted to
@@ -61,13 +63,18 @@ class PrefillRequests:
       source: makes the source of a lease's pages at the addresses of a server, see `EngineMessenger.source`. ApiError:
         pages may not come from there.
       check_host: ApiError, unless requests may go to this host.
+      tls: of this server.
 
     Attributes:
       answers: how prefills elsewhere ended, see `Answer`.
     """
 
     def __init__(
-        self, engine: Engine, source: Callable[..., LeasedSource], check_host: Callable[[str], object]
+        self,
+        engine: Engine,
+        source: Callable[..., LeasedSource],
+        check_host: Callable[[str], object],
+        tls: Tls | None = None,
     ) -> None:
         self._engine, self._source, self._check_host = engine, source, check_host
         self.answers: Counter[Answer] = Counter()
@@ -75,7 +82,7 @@ class PrefillRequests:
         self._running: set[Future[None]] = set()
         self._staged: set[StagedPages] = set()
         self._loop = asyncio.new_event_loop()
-        self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=20))
+        self._client = make_client(tls, httpx.Limits(max_keepalive_connections=20))
         self._thread = threading.Thread(target=self._run, name="longctx prefill elsewhere", daemon=True)
         self._thread.start()
 
@@ -104,7 +111,8 @@ class PrefillRequests:
 
         Args:
           prepared: the request.
-          headers: of the request. Those that say who sends it go along, as pages are found by the same tenant only.
+          headers: of the request. Those that say who sends it go along, as pages are found by the same tenant only; the
+            grant of `wanted` replaces its key.
           wanted: the server, and how many tokens; None of them: all full pages before the prompt's last token.
           prefix: from where that server gets the first pages.
           handoff: what has been computed of the request, without pages.
@@ -128,7 +136,11 @@ class PrefillRequests:
             seconds = 0.0 if lends else engine.scheduler.forecast.time.prefill_seconds(there, length)
         lease, count = secrets.token_hex(16), length + 1 if lends else len(prepared.tokens)
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
-        sent |= {TENANT_HEADER: quote(prepared.request.tenant), "content-type": "application/json"}
+        sent |= {"content-type": "application/json"}
+        if wanted.grant is None:
+            sent[TENANT_HEADER] = quote(prepared.request.tenant)
+        else:
+            sent["authorization"] = f"Bearer {wanted.grant}"
         pending = PendingSource(lambda: computing.cancel())
         source = lambda addresses, begin: self._source(addresses, lease, _MOST_SECONDS, begin)  # noqa: E731
         body = lambda: _body(prepared, lease, count, prefix, lends)  # noqa: E731

@@ -122,7 +122,7 @@ class ByteTokenizer(Tokenizer):
     eos_ids: tuple[int, ...] = (257,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = list(_utf8(text))
+        ids = list(utf8_bytes(text))
         return [256, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -153,6 +153,8 @@ class HFTokenizer:
       special_tokens: such as `bos_token`, by name, as chat templates get them.
 
     Attributes:
+      backend: the library's tokenizer.
+      errors: context in which the library's errors become ValueErrors that name the file.
       special_ids: of special tokens by name; None: it is not in the vocabulary.
     """
 
@@ -164,10 +166,10 @@ class HFTokenizer:
         special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
     ) -> None:
-        self._errors = functools.partial(_library_errors, path)
-        self._tokenizer = tokenizer
+        self.errors = functools.partial(_library_errors, path)
+        self.backend = tokenizer
         self.special_tokens, self.chat_template = dict(special_tokens), chat_template
-        with self._errors():
+        with self.errors():
             # Files may contain the padding and truncation settings of training.
             tokenizer.no_padding()
             tokenizer.no_truncation()
@@ -178,51 +180,52 @@ class HFTokenizer:
         self.eos_ids: tuple[int, ...] = eos_ids or (() if eos_id is None else (eos_id,))
 
     @functools.cached_property
-    def _added(self) -> dict[int, tokenizers.AddedToken]:
-        with self._errors():
-            return self._tokenizer.get_added_tokens_decoder()
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """The tokens that were added to the vocabulary, special or not, by id."""
+        with self.errors():
+            return self.backend.get_added_tokens_decoder()
 
     @functools.cached_property
-    def _controls(self) -> dict[int, str]:
+    def control_names(self) -> dict[int, str]:
         """The special tokens but the unknown token, which stands for plain characters."""
         unknown: list[int] = []
         with contextlib.suppress(ValueError):  # from a tokenizer that has none
             unknown = self.encode(_UNKNOWN, add_special_tokens=False)
-        return {id: token.content for id, token in self._added.items() if token.special and id not in unknown}
+        return {id: token.content for id, token in self.added_tokens.items() if token.special and id not in unknown}
 
     @functools.cached_property
     def is_byte_level(self) -> bool:
         """Whether its vocabulary writes each byte as a character, as GPT-2's does."""
-        decoder = self._tokenizer.decoder
+        decoder = self.backend.decoder
         return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def token(self, id: int) -> tuple[str | None, bool]:
         """A token as the vocabulary writes it, None if there is none, and whether it was added to it as plain text."""
-        with self._errors():
-            return self._tokenizer.id_to_token(id), id in self._added
+        with self.errors():
+            return self.backend.id_to_token(id), id in self.added_tokens
 
     @property
     def largest_id(self) -> int:
         """The largest id that it gives; files may leave out ids."""
-        return max(self._tokenizer.get_vocab().values(), default=0)
+        return max(self.backend.get_vocab().values(), default=0)
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        return self.backend.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        _utf8(text)  # tokenizers raises a TypeError that doesn't say what is wrong
-        with self._errors():
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        utf8_bytes(text)  # tokenizers raises a TypeError that doesn't say what is wrong
+        with self.errors():
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def control_token(self, text: str) -> str | None:
         """The first special token that stands in a text and would be taken for one; None: there is none."""
         ids = self.encode(text, add_special_tokens=False)
-        return next((self._controls[id] for id in ids if id in self._controls), None)
+        return next((self.control_names[id] for id in ids if id in self.control_names), None)
 
     def decode(self, ids: Iterable[int]) -> str:
-        with self._errors():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self.errors():
+            return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -293,7 +296,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
             raise ValueError(f"{path} is not a tokenizer that `tokenizers` reads: {error}") from error
 
 
-def _utf8(text: str) -> bytes:
+def utf8_bytes(text: str) -> bytes:
+    """Return a text's bytes; raise ValueError if it is not valid Unicode."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

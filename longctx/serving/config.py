@@ -297,11 +297,15 @@ class EngineConfig:
 class AdmissionLimits:
     """Limits of what may wait to be admitted.
 
+    They are those of all tenants together. When one is reached, a tenant that has less than its share, the limit by the
+    number of tenants that wait, still gets it.
+
     Attributes:
       max_waiting: requests that may wait; others get 429. Completions count; one request with more of them may wait if
         no other does.
       max_waiting_tokens: tokens of the prompts that may wait. None: any number. One longer prompt may wait if no other
         does.
+      max_logprob_bytes: bytes of the log probabilities of all requests, about; one that needs more is refused.
       heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
 
     Raises:
@@ -323,6 +327,7 @@ class AdmissionLimits:
 
     max_waiting: Positive = 1024
     max_waiting_tokens: Positive | None = None
+    max_logprob_bytes: Positive = 512 * 2**20
     heeds_deadlines: bool = True
 
     def __post_init__(self) -> None:

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 from serve_process import free_port
 
-from longctx.cluster.join import Joining, check_join_url, router_url
+from longctx.cluster.join import Challenges, Joining, check_join_url, router_url
+from longctx.serving.kv_cache.prefix import PageHash
+
+HASH = PageHash(bytes(16), 16)
 
 
 class Router(http.server.HTTPServer):
     """What a router hears."""
 
-    def __init__(self, port: int = 0, status: int = 200) -> None:
+    def __init__(self, port: int = 0, status: int = 200, page_hash: PageHash | None = None) -> None:
+        self.challenges = Challenges(page_hash or HASH)
         self.status, self.heard = status, list[tuple[str, dict[str, Any], str | None]]()
+        self.keys_before_proof: list[str | None] = []
         super().__init__(("127.0.0.1", port), _Handler)
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
@@ -37,9 +42,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.heard.append((self.path, body, self.headers["authorization"]))
-        answer = b"{}" if self.server.status == 200 else b'{"error": {"message": "the name is taken"}}'
-        self.send_response(self.server.status)
+        status, key = self.server.status, self.headers["authorization"]
+        answer = b"{}" if status == 200 else b'{"error": {"message": "the name is taken"}}'
+        if self.path == "/cluster/challenge":
+            status, answer = 200, json.dumps(self.server.challenges.make(body["nonce"])).encode()
+            self.server.keys_before_proof.append(key)
+        else:
+            proof = [body.pop(name) for name in ("nonce", "challenge", "proof")]
+            said = (
+                [self.server.heard[0][1][name] for name in ("url", "name", "role")]
+                if self.server.heard
+                else body.values()
+            )
+            assert self.server.challenges.is_proven(*proof, *said)
+            self.server.heard.append((self.path, body, key))
+        self.send_response(status)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -66,7 +83,7 @@ def test_it_is_registered_while_it_is_open_and_removed_at_the_end(router: Router
     is_open = threading.Event()
     url, other = "http://10.0.0.5:8000", f"127.0.0.1:{free_port()}"
     routers = [f"127.0.0.1:{router.server_port}", other]  # one that is not there changes nothing
-    with Joining(routers, url, "prefill", is_open.is_set, "the-key", "mine", seconds=0.02):
+    with Joining(routers, url, "prefill", is_open.is_set, HASH, "the-key", "mine", seconds=0.02):
         time.sleep(0.1)
         assert router.heard == []
         is_open.set()
@@ -84,10 +101,41 @@ def test_it_is_registered_while_it_is_open_and_removed_at_the_end(router: Router
     assert router.heard[-1] == ("/cluster/remove", {"url": url}, "Bearer the-key")
 
 
+def test_a_router_without_the_secret_gets_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(page_hash=PageHash(b"another secret..", 16))
+    try:
+        with Joining([f"127.0.0.1:{router.server_port}"], "http://h:1", "both", lambda: True, HASH, "k", seconds=0.02):
+            wait_until("it is asked again", lambda: len(router.keys_before_proof) > 2)
+    finally:
+        router.end()
+    assert set(router.keys_before_proof) == {None}
+    assert router.heard == []
+    assert caplog.text.count("does not know the secret of page keys (--kv-secret-file), so it gets no key") == 1
+
+
+def test_a_challenge_is_for_one_server_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    challenges, nonce, own = Challenges(HASH), "0" * 32, ("http://10.0.0.5:8000", None, "both")
+    challenge = challenges.make(nonce)["challenge"]
+    proof = HASH.sign("instance", nonce, challenge, *own)
+    assert challenges.is_proven(nonce, challenge, proof, *own)
+    wrong = [
+        ("1" * 32, challenge, proof, *own),
+        (nonce, Challenges(HASH).make(nonce)["challenge"], proof, *own),  # of another router, or before a restart
+        (nonce, challenge, proof, "http://10.6.6.6:8000", None, "both"),
+        (nonce, challenge, challenges.make(nonce)["proof"], *own),
+        (nonce, challenge, "\u00e9", *own),
+        (nonce, "", "", *own),
+    ]
+    assert not any(challenges.is_proven(*each) for each in wrong)
+    later = time.monotonic() + 40
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not challenges.is_proven(nonce, challenge, proof, *own)
+
+
 def test_a_router_that_comes_back_learns_of_it() -> None:
     port = free_port()
     first = Router(port)
-    with Joining([f"127.0.0.1:{port}"], "http://10.0.0.5:8000", "both", lambda: True, seconds=0.02):
+    with Joining([f"127.0.0.1:{port}"], "http://10.0.0.5:8000", "both", lambda: True, HASH, seconds=0.02):
         wait_until("it is known", lambda: first.heard)
         first.end()
         second = Router(port)
@@ -101,7 +149,9 @@ def test_a_router_that_comes_back_learns_of_it() -> None:
 def test_why_a_router_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     router = Router(status=400)
     try:
-        with Joining([f"http://127.0.0.1:{router.server_port}"], "http://h:1", "both", lambda: True, seconds=0.02):
+        with Joining(
+            [f"http://127.0.0.1:{router.server_port}"], "http://h:1", "both", lambda: True, HASH, seconds=0.02
+        ):
             wait_until("it is asked again", lambda: len(router.heard) > 2)
     finally:
         router.end()

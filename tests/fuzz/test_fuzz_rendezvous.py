@@ -22,6 +22,7 @@ from longctx.serving.distributed.environment import ClusterEnv
 from longctx.serving.distributed.network import derive_key
 from longctx.serving.distributed.rendezvous import JoinRequest, read_join_request
 
+SECRET = "0123456789abcdef" * 2
 HELLO = JoinRequest(7, "alpha")
 MESSAGES = [["hello", HELLO], ["refused", "because"], ["alive", None]]
 
@@ -81,7 +82,7 @@ def test_hostile_values_of_each_field_are_refused_or_read(value: Any) -> None:
 
 def test_process_0_goes_on_waiting_for_the_right_ones() -> None:
     """Hostile messages, from who has the key and from who has not, come while it waits; then the right process does."""
-    rng, key = random.Random(2), derive_key(None)
+    rng, key = random.Random(2), derive_key(SECRET)
     port = free_port()
 
     def attack() -> int:
@@ -99,7 +100,10 @@ def test_process_0_goes_on_waiting_for_the_right_ones() -> None:
 
     def meet(process: int) -> int:
         act = rendezvous.join if process else rendezvous.lead
-        cluster_env, options = ClusterEnv(f"127.0.0.1:{port}", 2, process), rendezvous.RendezvousOptions(5, 30)
+        cluster_env, options = (
+            ClusterEnv(f"127.0.0.1:{port}", 2, process),
+            rendezvous.RendezvousOptions(5, 30, group_secret=SECRET),
+        )
         with act(cluster_env, options)[0] as group:
             return group.process_id
 

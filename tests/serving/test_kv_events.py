@@ -19,7 +19,7 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.scheduler.look_ahead import copy_scheduler
 from longctx.serving.server.kv_events import KvEvents, block_hash
-from longctx.serving.server.kv_publisher import LAST, KvPublisher, is_public
+from longctx.serving.server.kv_publisher import LAST, KvPublisher
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
 ANY = "tcp://127.0.0.1:*"
@@ -93,7 +93,7 @@ def test_an_index_made_of_events_is_the_engines_own(
     """With little memory pages are evicted and stored again; what is told of them hashes to their keys."""
     engine = make_engine(num_pages * 4 // min(page_size, 4), page_size, plan, buckets=(4, 16), admission=admission)
     thread, index = EngineThread(engine), Index()
-    events, partial = KvEvents(thread, lambda encode: index.take(encode())), partial_pages(engine)
+    events, partial = KvEvents(thread, lambda encode: index.take(encode()), with_tokens=True), partial_pages(engine)
     page_hash, pool = PageHash(bytes(16), page_size), engine.core.pool
     roots = {(tenant, salt): page_hash.root(tenant, salt) for tenant in ("0", "1") for salt in ("", "salt")}
 
@@ -123,7 +123,7 @@ def test_an_index_made_of_events_is_the_engines_own(
 
 def test_one_event_tells_of_all_new_pages_of_a_chunk() -> None:
     thread, index = EngineThread(make_engine(page_size=4)), Index()
-    KvEvents(thread, lambda encode: index.take(encode()))
+    KvEvents(thread, lambda encode: index.take(encode()), with_tokens=True)
     thread.engine.generate(Request(list(range(16)), FIVE, cache_salt="s"))
     thread.engine.generate(Request([*range(8), 9, 9, 9, 9, 9], FIVE, cache_salt="s"))
     assert index.names == ["BlockStored"] * 4  # of a prompt, and of its answer
@@ -259,7 +259,7 @@ def test_malformed_requests_are_ignored(publisher: KvPublisher, client: Client) 
     wait_for(lambda: replayed(client.ask(publisher, 0)))
     sockets = [client.ask(publisher, 0, *before) for before in ((b"junk",), (b"", b"more"), (b"",) * 9)]
     no_number = client.open(zmq.DEALER, publisher.replay_endpoint)
-    for frames in ([b""], [b"", b""], [b"", b"123"], [b"", bytes(9)], [b"x" * 100_000]):
+    for frames in ([b""], [b"", b""], [b"", b"123"], [b"", bytes(9)], [b"x" * 1_000]):
         no_number.send_multipart(frames)
     assert [payload for _, payload in replayed(client.ask(publisher, 0))] == [b"x"]
     assert not any(socket.poll(50) for socket in (*sockets, no_number))
@@ -270,7 +270,7 @@ def test_a_follower_with_gaps_recovers_by_the_replay(client: Client) -> None:
     engine = make_engine(40, page_size=4)
     thread = EngineThread(engine)
     publisher = KvPublisher(ANY, ANY, "kv@pod@model")
-    KvEvents(thread, publisher.publish)
+    KvEvents(thread, publisher.publish, with_tokens=True)
     socket = client.subscribe(publisher)
     rng = np.random.default_rng(0)
     with thread:
@@ -318,8 +318,6 @@ def test_an_endpoint_in_use_is_refused(publisher: KvPublisher) -> None:
 
 
 def test_other_hosts_are_connected_to() -> None:
-    publisher = KvPublisher("tcp://192.0.2.1:5557")
+    publisher = KvPublisher("tcp://192.0.2.1:5557", is_plain=True)
     assert publisher.endpoint == "tcp://192.0.2.1:5557"
     publisher.close()
-    assert [is_public(f"tcp://{host}:5557") for host in ("*", "0.0.0.0", "[::]")] == [True] * 3
-    assert [is_public(f"tcp://{host}:5557") for host in ("127.0.0.1", "localhost", "[::1]", "10.0.0.1")] == [False] * 4

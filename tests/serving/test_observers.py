@@ -225,7 +225,7 @@ def _inflated(body: bytes) -> bytes:
 def test_invalid_settings_are_refused() -> None:
     for settings, message in (
         ({"log_prompts": True}, "log_prompts needs log_format"),
-        ({"kv_events_topic": "x"}, "kv_events_replay and kv_events_topic need kv_events"),
+        ({"kv_events_topic": "x"}, "kv_events_topic needs kv_events"),
         ({"metrics_prefix": "a b"}, "metrics_prefix must be of letters"),
         ({"log_format": "xml"}, "log_format must be"),
         ({"otlp": "localhost:4317"}, "otlp must be an address such as http://"),
@@ -237,9 +237,17 @@ def test_invalid_settings_are_refused() -> None:
         otlp_exporter("")
 
 
-def test_events_that_other_hosts_could_read_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    for host, warns in (("127.0.0.1", False), ("*", True)):
-        caplog.clear()
-        with observed(kv_events=f"tcp://{host}:*", kv_events_replay="tcp://127.0.0.1:*"):
-            pass
-        assert ("reads prompts: it is open to other hosts" in caplog.text) == warns
+def test_events_that_other_hosts_could_read_need_a_secret() -> None:
+    anywhere = {"kv_events": "tcp://*:*", "kv_events_replay": "tcp://127.0.0.1:*"}
+    with (
+        pytest.raises(ValueError, match=r"kv_events at tcp://\*:\* may be reached from other machines"),
+        observed(**anywhere),
+    ):
+        pass
+    for more, is_encrypted in (
+        ({"kv_events_secret": "0123456789abcdef" * 2}, True),
+        ({"kv_events_plain": True}, False),
+    ):
+        with observed(**anywhere, **more) as (_, _, observers):
+            assert observers.kv_events is not None
+            assert observers.kv_events["is_encrypted"] == is_encrypted

@@ -10,8 +10,11 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from longctx.serving.engine.thread import EngineThread
+from longctx.serving.server.auth import AuthMiddleware, KeyRing
+from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed
 from longctx.serving.server.routes import page as routes
+from longctx.serving.server.settings import ServerSettings
 
 MODEL = routes.PageModel("tiny", False, 256, True)
 FILES = {path.name: path.read_bytes() for path in routes.DIRECTORY.iterdir()}
@@ -27,6 +30,7 @@ def feed() -> EngineFeed:
 def client(feed: EngineFeed) -> TestClient:
     app = FastAPI()
     app.include_router(routes.page_routes(MODEL, feed))
+    app.add_middleware(AuthMiddleware, settings=ServerSettings(), keys=KeyRing([]), audit=AuditLog(None))
     return TestClient(app)
 
 

@@ -13,6 +13,8 @@ from longctx.serving.distributed.environment import ClusterEnv
 from longctx.serving.distributed.network import Network, derive_key, resolve
 from longctx.serving.distributed.rendezvous import JoinRequest
 
+SECRET = "0123456789abcdef" * 2
+
 
 @pytest.fixture
 def coordinator() -> str:
@@ -93,7 +95,7 @@ def test_an_id_that_another_process_has_is_refused(coordinator: str, monkeypatch
 def die_once_welcomed(coordinator: str) -> None:
     """Be process 1 until process 0 welcomes it."""
     network = Network("127.0.0.1", 5)
-    control = ControlClient(network, derive_key(None), resolve(coordinator), 1)
+    control = ControlClient(network, derive_key(SECRET), resolve(coordinator), 1)
     answers: list[str] = []
     while "welcome" not in answers:
         control.send(PROCESS_0, "hello", JoinRequest(1, "alpha"))
@@ -105,7 +107,7 @@ def die_once_welcomed(coordinator: str) -> None:
 def test_a_process_that_dies_as_it_is_welcomed_is_noticed_at_once(
     coordinator: str, no_exit: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    in_threads([lambda: meet(coordinator, 2, 0, join=2), lambda: die_once_welcomed(coordinator)])
+    in_threads([lambda: meet(coordinator, 2, 0, join=2, group_secret=SECRET), lambda: die_once_welcomed(coordinator)])
     assert no_exit == [70]
     assert "process 1 (alpha) is gone" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,14 @@ def knock(port: int, data: bytes) -> None:
         connection.sendall(data)
 
 
-def speak(port: int, kind: int, key: Key | None = None, server: bytes = b"", seconds: float = 0.5) -> list[bytes]:
+def speak(
+    port: int,
+    kind: int,
+    key: Key | None = None,
+    server: bytes = b"",
+    seconds: float = 0.5,
+    said: bytes = b'["failed", "I am process 1"]',
+) -> list[bytes]:
     """Connect a ZeroMQ socket, say something, and return what comes within some time."""
     with zmq.Context() as context, context.socket(kind) as mine:
         mine.setsockopt(zmq.LINGER, 0)
@@ -39,7 +47,7 @@ def speak(port: int, kind: int, key: Key | None = None, server: bytes = b"", sec
         else:
             mine.setsockopt(zmq.SNDTIMEO, 100)
             with contextlib.suppress(zmq.ZMQError):
-                mine.send_multipart([b"", b'["failed", "I am process 1"]'])
+                mine.send_multipart([said] if kind == zmq.DEALER else [b"", said])
         return mine.recv_multipart() if mine.poll(int(1000 * seconds)) else []
 
 
@@ -79,7 +87,7 @@ def test_sockets_without_the_key_are_dropped(no_exit: list[int], caplog: pytest.
 
 
 def test_sockets_with_another_key_are_dropped(no_exit: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    wrong, group, everybody = derive_key(make_group_secret()), derive_key(SECRET), derive_key(None)
+    wrong, group, everybody = derive_key(make_group_secret()), derive_key(SECRET), derive_key("")
     pairs = [(wrong, wrong.public), (everybody, everybody.public), (make_key(), group.public)]
 
     def act(port: int) -> None:
@@ -90,17 +98,17 @@ def test_sockets_with_another_key_are_dropped(no_exit: list[int], caplog: pytest
 
 
 def test_step_messages_are_for_processes_of_the_group_alone() -> None:
-    """Even a stranger on the same machine who has this code does not have the key of the run."""
+    """Even a process with the group's secret that is not in it does not have the key of the run."""
 
     def run(group: ProcessGroup) -> Any:
         group.barrier("that it has begun")
         if not group.is_first:
             return group.receive()
-        key = derive_key(None)
+        key = derive_key(SECRET)
         acts = [lambda: speak(group.ports[1], zmq.SUB, key, key.public, 1.5), lambda: send_later(group)]
         return in_threads(acts)[0]
 
-    assert run_processes(2, run) == [[], b"step"]
+    assert run_processes(2, run, group_secret=SECRET) == [[], b"step"]
 
 
 def send_later(group: ProcessGroup) -> None:
@@ -109,7 +117,7 @@ def send_later(group: ProcessGroup) -> None:
 
 
 def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:
-    """Without a secret everybody on the machine has the key. Process 0 takes messages faster than one process sends."""
+    """Of a process with the secret that is not in the group. Process 0 takes messages faster than one process sends."""
     ended, many = threading.Event(), threading.Event()
 
     def flood(port: int, key: Key) -> None:
@@ -129,7 +137,7 @@ def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:
     def run(group: ProcessGroup) -> Any:
         group.barrier("that it has begun")
         if group.is_first:
-            thread = threading.Thread(target=flood, args=(group.ports[0], derive_key(None)))
+            thread = threading.Thread(target=flood, args=(group.ports[0], derive_key(SECRET)))
             thread.start()
             assert many.wait(30)
         try:
@@ -139,13 +147,13 @@ def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:
             if group.is_first:
                 thread.join()
 
-    assert run_processes(2, run) == [[0, 1]] * 2
+    assert run_processes(2, run, group_secret=SECRET) == [[0, 1]] * 2
     assert no_exit == []
 
 
 def test_a_peer_may_leave_while_its_messages_wait() -> None:
     """ZeroMQ aborts if a heartbeat is due on a broken connection whose messages it held back at a limit."""
-    key, network = derive_key(None), Network("127.0.0.1", failure_timeout=2.5)
+    key, network = derive_key(SECRET), Network("127.0.0.1", failure_timeout=2.5)
     control = ControlServer(network, key, free_port())
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
@@ -183,8 +191,45 @@ def test_only_holders_of_the_secret_meet() -> None:
     ]
     errors = in_threads(acts)
     assert [type(error) for error in errors] == [TimeoutError] * 3
-    assert "without this group_secret" in str(errors[1])
+    assert "by this user without a group_secret" in str(errors[1])
     assert run_processes(2, lambda group: group.gather("id", group.process_id), group_secret=SECRET) == [[0, 1]] * 2
+
+
+def test_processes_of_one_user_meet_by_a_secret_of_his_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a secret they did by a key that everybody has: a script joined, and got the key of the steps."""
+    monkeypatch.delenv("LONGCTX_GROUP_SECRET", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    file = tmp_path / "mine/longctx/group-secret"
+    assert run_processes(2, lambda group: group.gather("id", group.process_id)) == [[0, 1]] * 2
+    own = file.read_text()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777, len(own)) == (0o600, 0o700, 64)
+    coordinator = f"127.0.0.1:{free_port()}"
+    everybody, port = derive_key(""), int(coordinator.rpartition(":")[2])
+
+    def join_as_process_1() -> list[bytes]:
+        time.sleep(0.3)
+        return speak(port, zmq.DEALER, everybody, everybody.public, 1.0, b'["hello", [1, "script"]]')
+
+    first, answers = in_threads([lambda: meet(coordinator, 2, 0, join=2), join_as_process_1])
+    assert isinstance(first, TimeoutError)
+    assert answers == [], "it is not told who waits there"
+    assert run_processes(2, lambda group: group.gather("id", group.process_id)) == [[0, 1]] * 2
+    assert file.read_text() == own
+
+
+def test_a_secret_that_others_can_read_or_that_can_not_be_kept_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LONGCTX_GROUP_SECRET", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "longctx").mkdir()
+    (tmp_path / "longctx/group-secret").write_text("0" * 64)
+    (tmp_path / "longctx/group-secret").chmod(0o644)
+    with pytest.raises(ValueError, match=r"can't keep one: .*others than its owner.*--group-secret-file FILE"):
+        initialize("127.0.0.1:9", 2, 0, join_timeout=1)
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    with pytest.raises(ValueError, match=r"/proc/none/longctx/group-secret can't keep one: .*--group-secret-file FILE"):
+        initialize("127.0.0.1:9", 2, 0, join_timeout=1)
 
 
 def test_sockets_are_bound_to_the_address_of_the_coordinator() -> None:

@@ -132,7 +132,7 @@ def test_an_index_of_events_knows_what_each_tier_has(tmp_path: Path, pages: int)
     store = engine.pages.store
     assert isinstance(store, TieredStore)
     media = Media()
-    events = KvEvents(EngineThread(engine), lambda encode: media.take(encode()))
+    events = KvEvents(EngineThread(engine), lambda encode: media.take(encode()), with_tokens=True)
     known = []
     for number in range(6):
         (output,) = engine.generate(Request([number, *PROMPT], FIVE))
@@ -155,7 +155,7 @@ def test_an_index_of_events_knows_what_each_tier_has(tmp_path: Path, pages: int)
     engine = make_tiered_engine(tiers=TierConfig(pages * 32, 2**15, str(tmp_path)))
     again = Media()
     again.must_be_told = False
-    events = KvEvents(EngineThread(engine), lambda encode: again.take(encode()))
+    events = KvEvents(EngineThread(engine), lambda encode: again.take(encode()), with_tokens=True)
     wait_for(again, "STORAGE", set(media.has["STORAGE"]))
     assert not again.has["CPU"]
     events.close()

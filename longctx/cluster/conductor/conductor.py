@@ -363,7 +363,10 @@ class Conductor:
         waited: float,
     ) -> Rejection:
         ttft, tbt = (placed.ttft, placed.tbt) if placed is not None else (inf, inf)
-        is_deferred = waited + verdict.retry_after <= self.config.defer_seconds and stage == "prefill"
+        # Without a rule no request is rejected for which there will be memory.
+        always_waits = self.config.admission == "none" and verdict.bound == "memory"
+        most = _LATEST if always_waits else self.config.defer_seconds
+        is_deferred = waited + verdict.retry_after <= most and stage == "prefill"
         return Rejection(
             request.request_id, verdict.bound, stage, ttft, tbt, verdict.load, verdict.retry_after, is_deferred
         )

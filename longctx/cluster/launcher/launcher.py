@@ -23,6 +23,7 @@ class Launched(NamedTuple):
       files: that the command names, such as secrets, which have to be where it runs.
       environments: more variables of each of its processes, where the router's own machine runs them; several are told
         their place by `--coordinator` and the like.
+      scheme: of its URL, `http` or `https`.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Launched(NamedTuple):
     command: MakeCommand
     files: tuple[str, ...] = ()
     environments: tuple[Mapping[str, str], ...] = (MappingProxyType({}),)
+    scheme: str = "http"
 
 
 class Address(NamedTuple):
@@ -75,7 +77,7 @@ class ProcessLauncher:
             ]
             process = self.processes[each.name] = Supervised(each.name, *commands)
             process.start()
-            addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
+            addresses.append(Address(each.name, each.role, f"{each.scheme}://{_HOST}:{port}"))
         return addresses
 
     @property

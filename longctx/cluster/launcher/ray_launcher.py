@@ -193,7 +193,7 @@ class RayLauncher:
 
     def _address(self, instance: Launched) -> Address:
         host, port = self._places[instance.name]
-        return Address(instance.name, instance.role, f"http://{host_port(host, port)}")
+        return Address(instance.name, instance.role, f"{instance.scheme}://{host_port(host, port)}")
 
     def _watch(self, index: int, instance: Launched) -> None:
         """Make a new actor of an instance, with its process, when it is lost."""

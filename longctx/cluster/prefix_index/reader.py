@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from longctx.cluster.prefix_index.events import MalformedMessage, decode, update_index
 from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.serving.distributed.network import Key, Network, Socket, pages_key
 from longctx.serving.validation import check_text
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ _POLL = 100  # milliseconds until a call of `remove` is noticed, at most
 _REPLAY_TIMEOUT = 10.0  # seconds without a message of a replay
 _LARGEST = 1 << 26  # bytes of a frame; a larger one ends the connection
 _WAITING = 10_000  # messages that ZeroMQ keeps; if more come, some are missed
-_HEARTBEAT = 5_000  # milliseconds
 _RECONNECT = 100, 5_000  # milliseconds: at first, and at most
 _LAST = b"\xff" * 8
 
@@ -64,15 +64,21 @@ class KvEventReader:
     Args:
       index: is changed in this reader's threads.
       most_blocks: of one instance, over its tiers; more are malformed.
+      secret: what instances share, by which events that are encrypted are read; None: there is none.
+
+    Raises:
+      TypeError, ValueError: the secret is no text, or one that could be guessed.
     """
 
-    def __init__(self, index: PrefixIndex, most_blocks: int = _MOST_BLOCKS) -> None:
-        self._index, self._most_blocks = index, most_blocks
-        self._context = zmq.Context()
+    def __init__(self, index: PrefixIndex, most_blocks: int = _MOST_BLOCKS, secret: str | None = None) -> None:
+        self._index, self._most_blocks, self._key = index, most_blocks, pages_key(secret, "events")
+        self._network = Network("127.0.0.1", None)
         self._publishers: dict[str, _Publisher] = {}
         self._ending: dict[str, _Publisher] = {}
 
-    def add(self, instance: str, endpoint: str, replay: str | None = None, topic: str = "") -> None:
+    def add(
+        self, instance: str, endpoint: str, replay: str | None = None, topic: str = "", is_encrypted: bool = False
+    ) -> None:
         """Read an instance's events from now on; if it is read already, from the beginning.
 
         Args:
@@ -80,6 +86,7 @@ class KvEventReader:
           endpoint: such as "tcp://10.0.0.5:5557".
           replay: where missed messages can be asked for; None: nowhere. Then what it had before is unknown.
           topic: only messages whose first frame begins with it.
+          is_encrypted: whether its publisher has the secret.
 
         Raises:
           TypeError, ValueError: an argument is wrong.
@@ -89,11 +96,12 @@ class KvEventReader:
         if replay is not None:
             check_endpoint("replay", replay)
         prefix = check_text("topic", topic).encode()
+        if is_encrypted and self._key is None:
+            raise ValueError("is_encrypted needs the secret of the reader")
         self.remove(instance)
         before = self._ending.get(instance)
-        publisher = _Publisher(
-            instance, endpoint, replay, prefix, self._context, self._index, self._most_blocks, before
-        )
+        key, limit = self._key if is_encrypted else None, self._most_blocks
+        publisher = _Publisher(instance, endpoint, replay, prefix, self._network, key, self._index, limit, before)
         self._publishers[instance] = publisher
         publisher.start()
 
@@ -114,7 +122,7 @@ class KvEventReader:
             self.remove(name)
         for publisher in self._ending.values():
             publisher.join()
-        self._context.destroy(linger=0)
+        self._network.close()
 
 
 class _Publisher(threading.Thread):
@@ -124,6 +132,7 @@ class _Publisher(threading.Thread):
     is cleared, and all messages that the publisher keeps are asked for. Live messages wait until this replay ends.
 
     Args:
+      key: of the publisher's sockets; None: they are plain.
       before: reads the same instance, and is about to end.
 
     Attributes:
@@ -137,20 +146,22 @@ class _Publisher(threading.Thread):
         endpoint: str,
         replay: str | None,
         topic: bytes,
-        context: zmq.Context,
+        network: Network,
+        key: Key | None,
         index: PrefixIndex,
         most_blocks: int,
         before: "_Publisher | None",
     ) -> None:
         super().__init__(name=f"longctx-kv-reader {instance}", daemon=True)
         self._instance, self._endpoint, self._replay, self._topic = instance, endpoint, replay, topic
-        self._context, self._index, self._most_blocks, self._before = context, index, most_blocks, before
+        self._network, self._key = network, key
+        self._index, self._most_blocks, self._before = index, most_blocks, before
         self.is_closing = self._is_connected = self._is_whole = False
         self.excluded = ""
         self._messages = self._errors = self._gaps = self._num_restarts = 0
         self._restarts: deque[float] = deque(maxlen=_MOST_RESTARTS + 1)  # when the last ones were
         self._sub, self._dealer = self._socket(zmq.SUB), self._socket(zmq.DEALER)
-        self._source: zmq.Socket | None = None  # that is read: the replay's, then the live one; None: none yet
+        self._source: Socket | None = None  # that is read: the replay's, then the live one; None: none yet
         self._expected: int | None = None  # the number of the next message; None: any
         self._pending: tuple[int, bytes] | None = None  # a live message that follows a gap
         self._last_live, self._tries, self._num_replayed, self._answered = -1, 0, 0, 0.0
@@ -178,12 +189,12 @@ class _Publisher(threading.Thread):
             logger.exception("KV events of %s", self._instance)
             self.excluded = f"{type(error).__name__}: {error}"
         finally:
-            self._sub.disable_monitor()
-            for socket in (monitor, self._sub, self._dealer):
-                socket.close(linger=0)
+            for socket in (self._sub, self._dealer):
+                self._network.drop(socket)
+            monitor.close(linger=0)
             self._index.clear(self._instance)
 
-    def _step(self, monitor: zmq.Socket) -> None:
+    def _step(self, monitor: Socket) -> None:
         """Read some of what has come."""
         source, poller = self._source, zmq.Poller()
         for socket in (monitor, source):
@@ -226,7 +237,7 @@ class _Publisher(threading.Thread):
             self._go_live()
             return
         self._tries += 1
-        self._dealer.close(linger=0)  # answers to an earlier request come no more
+        self._network.drop(self._dealer)  # answers to an earlier request come no more
         self._dealer = self._source = self._socket(zmq.DEALER)
         self._dealer.connect(self._replay)
         self._dealer.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
@@ -303,11 +314,10 @@ class _Publisher(threading.Thread):
             self._num_restarts += 1
             self._begin()
 
-    def _socket(self, kind: int) -> zmq.Socket:
-        socket = self._context.socket(kind)
-        socket.linger = 0
+    def _socket(self, kind: int) -> Socket:
+        socket = self._network.connect(kind, self._key)
+        socket.linger, socket.ipv6 = 0, "[" in self._endpoint
         socket.rcvhwm, socket.maxmsgsize = _WAITING, _LARGEST
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT, 4 * _HEARTBEAT
         socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT
         return socket
 

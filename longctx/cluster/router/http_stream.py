@@ -14,6 +14,8 @@ from typing import NamedTuple
 import httptools
 import httpx
 
+from longctx.serving.server.tls import Tls
+
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 30.0  # for which a connection is kept: less than a server keeps it
 _MOST_BUFFERED = 2**20  # bytes that are not read yet, before the sender has to wait
@@ -32,11 +34,12 @@ class HttpStream:
     Args:
       url: of the server, from `check_server_url`.
       silence: seconds for which nothing may come, until it is given up.
+      tls: of this server; None: the other has a certificate of a CA that the system knows.
     """
 
-    def __init__(self, url: str, silence: float = 60.0) -> None:
+    def __init__(self, url: str, silence: float = 60.0, tls: Tls | None = None) -> None:
         parts = httpx.URL(url)
-        self._is_encrypted, self._silence = parts.scheme == "https", silence
+        self._is_encrypted, self._silence, self._tls = parts.scheme == "https", silence, tls
         self._host, self._port = parts.host, parts.port or (443 if self._is_encrypted else 80)
         self._authority = parts.netloc.decode("ascii")
         self._idle: deque[tuple[float, _Connection]] = deque()
@@ -91,7 +94,7 @@ class HttpStream:
         return await self._open(), True
 
     async def _open(self) -> "_Connection":
-        encrypted = True if self._is_encrypted else None
+        encrypted = (True if self._tls is None else self._tls.client) if self._is_encrypted else None
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 streams = await asyncio.open_connection(self._host, self._port, limit=_MOST_BUFFERED, ssl=encrypted)

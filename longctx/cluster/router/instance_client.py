@@ -13,7 +13,9 @@ from longctx.models.validation import check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
+from longctx.serving.server.auth import make_grant
 from longctx.serving.server.relay import EventLine, decode_events, split_lines
+from longctx.serving.server.tls import Tls
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
@@ -45,6 +47,7 @@ class KvEventsInfo(msgspec.Struct):
     endpoint: str
     replay: str | None = None
     topic: str = ""
+    is_encrypted: bool = False
 
 
 class KvTransferInfo(msgspec.Struct):
@@ -129,12 +132,17 @@ class InstanceClient:
     Args:
       url: of its HTTP.
       key: of an administrator of the instance; None: it needs none.
+      tls: of the router, as `http` has it.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None, tls: Tls | None = None) -> None:
         self._http, self.url = http, url.rstrip("/")
-        self._stream = HttpStream(self.url, _SILENCE)
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._stream = HttpStream(self.url, _SILENCE, tls)
+        self._key, self._headers = key, {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def grant(self, tenant: str) -> str | None:
+        """Return what lets another instance read prompts of a tenant there; None: there are no keys."""
+        return None if self._key is None else make_grant(self._key, tenant)
 
     async def info(self) -> ServerInfo:
         """Ask for `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""

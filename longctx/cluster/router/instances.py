@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,9 +20,12 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import InstanceSpec, Report
+from longctx.cluster.http_client import make_client
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
 from longctx.cluster.server_url import check_server_url
+from longctx.serving.server.settings import ApiKey
+from longctx.serving.server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +43,31 @@ class RouterSettings(NamedTuple):
     """Settings of a router alone.
 
     Attributes:
-      instance_key: of an administrator of the instances; None: they need none.
+      instance_key: of an administrator of the instances that have none of their own; None: they need none.
+      secret: that all instances share, by which their KV events are read; None: these are plain.
+      peers: hosts that instances may register from, besides this machine, see `Peers`.
+      instance_keys: of an administrator of each of the others, by its name.
+      joiners: keys with which an instance of that name registers, and no other one.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
+      max_logprob_bytes: of the log probabilities of one call, about.
       metrics_prefix: of the metrics that vLLM has too.
+      tls: of the router; None: instances have certificates of a CA that the system knows, or plain HTTP.
     """
 
     instance_key: str | None = None
+    secret: str | None = None
+    peers: tuple[str, ...] = ()
+    instance_keys: Mapping[str, str] = MappingProxyType({})
+    joiners: Sequence[ApiKey] = ()
     bandwidth: float = 1e9
     latency: float = 0.0
     look_seconds: float = 0.25
     max_waiting: int = 1024
+    max_logprob_bytes: int = 512 * 2**20
     metrics_prefix: str = "longctx"
+    tls: Tls | None = None
 
 
 State = Literal["joining", "open", "draining", "dead", "excluded"]
@@ -124,9 +140,7 @@ class Instances:
         self._page_size, self._keys, self._vocab_size, self._max_length = page_size, keys, vocab_size, max_length
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._http = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        )
+        self._http = make_client(settings.tls, httpx.Limits(max_connections=None, max_keepalive_connections=256))
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self.by_name.values()))
@@ -153,7 +167,8 @@ class Instances:
             raise ValueError(
                 f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
             )
-        instance = Instance(name, InstanceClient(self._http, url, self._settings.instance_key), role)
+        key = self._settings.instance_keys.get(name, self._settings.instance_key)
+        instance = Instance(name, InstanceClient(self._http, url, key, self._settings.tls), role)
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
         return instance
@@ -280,7 +295,7 @@ class Instances:
         host = f"[{host}]" if ":" in host else host
         replay = None if found.replay is None else _reachable(found.replay, host)
         try:
-            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic)
+            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic, found.is_encrypted)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"its KV events can't be read: {error}") from None
 

@@ -366,15 +366,17 @@ class RoutedRequest:
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
         """Name the instance that computes the prompt, and the one that has its prefix."""
         instances, transfer = self._routing.instances.by_name, assignment.transfer
-        prefix = None
+        tenant, prefix = self._prepared.request.tenant, None
         if transfer is not None and transfer.source in instances:
-            prefix = {"url": instances[transfer.source].client.url, "tokens": transfer.stop}
-        url = None  # the instance that decodes reads it
+            source = instances[transfer.source].client
+            prefix = {"url": source.url, "tokens": transfer.stop, "grant": source.grant(tenant)}
+        url = grant = None  # the instance that decodes reads it
         if assignment.prefill != assignment.decode and assignment.prefill in instances:
-            url = instances[assignment.prefill].client.url
+            reader = instances[assignment.prefill].client
+            url, grant = reader.url, reader.grant(tenant)
         if url is None and prefix is None:
             return None
-        return {"url": url, "prefix": prefix, "seconds": assignment.ttft}
+        return {"url": url, "prefix": prefix, "seconds": assignment.ttft, "grant": grant}
 
 
 async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:

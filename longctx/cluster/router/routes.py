@@ -1,6 +1,5 @@
 """The routes of a router alone, and its app: instances of the cluster, how busy they are, and the page."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -16,22 +15,39 @@ from longctx.cluster.router.server import RouterServer
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.serving.server.app import app_of
+from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.page_feed import PageFeed
+from longctx.serving.server.routes.administration import own_load
 from longctx.serving.server.routes.page import PageModel, page_routes
 from longctx.serving.server.schemas import Body, body_of
 
 _INTERVAL = 0.5  # seconds between two messages of the page
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Url = Annotated[str, Field(max_length=2048)]
+_Proof = Annotated[str, Field(max_length=256)]
+
+
+class ChallengeBody(Body):
+    """A random text of a server that will register."""
+
+    nonce: Annotated[str, Field(min_length=32, max_length=64)]
 
 
 class RegisterBody(Body):
-    """An instance at a URL, `http://HOST:PORT`; without a name, that is its host and port."""
+    """An instance at a URL, `http://HOST:PORT`; without a name, that is its host and port. `longctx serve --join`.
+
+    Attributes:
+      nonce, challenge: of `/cluster/challenge`.
+      proof: HMAC of these and of url, name and role, under the secret of page keys.
+    """
 
     url: _Url
     name: _Name | None = None
     role: Literal["prefill", "decode", "both"] = "both"
+    nonce: _Proof
+    challenge: _Proof
+    proof: _Proof
 
 
 class InstanceBody(Body):
@@ -45,6 +61,13 @@ class RoleBody(InstanceBody):
     """The role of an instance from now on."""
 
     role: Literal["prefill", "decode", "both"]
+
+
+def _check_own(client: Client, name: str | None) -> str:
+    """Return the name of the instance whose key a client has; raise ApiError if it names another one."""
+    if name not in (None, client.name):
+        raise ApiError(403, f"the key is that of the instance {client.name}, not {name!r}", "name", "admin_key_needed")
+    return client.name
 
 
 def make_router_app(server: RouterServer) -> FastAPI:
@@ -62,8 +85,12 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         body = await server.bodies.fields(request, kind)
         url = (body.url or "").rstrip("/")
         found = next((each for each in instances if each.name == body.name or each.client.url == url), None)
+        client = client_of(request)
+        client.subject = str(body.name or url)
         if found is None:
             raise ApiError(404, f"there is no instance {body.name or body.url!r}", "name", "instance_not_found")
+        if not client.is_admin:
+            _check_own(client, found.name)
         return found, body
 
     @router.get("/cluster/instances")
@@ -71,14 +98,30 @@ def _cluster_router(server: RouterServer) -> APIRouter:
         """All instances: their states, why some are not open, what they have to do and hold."""
         return JSONResponse({"instances": _describe(server), "indexed_blocks": server.index.num_blocks})
 
+    @router.post("/cluster/challenge", openapi_extra=body_of(ChallengeBody))
+    async def challenge(request: Request) -> JSONResponse:
+        """Return what an instance has to sign to register, and the proof that this router knows the secret."""
+        body = await server.bodies.fields(request, ChallengeBody)
+        return JSONResponse(server.challenges.make(body.nonce))
+
     @router.post("/cluster/register", openapi_extra=body_of(RegisterBody))
     async def register(request: Request) -> JSONResponse:
         """Add an instance, which joins when it answers; the same one again changes nothing."""
-        body = await server.bodies.fields(request, RegisterBody)
+        body, client = await server.bodies.fields(request, RegisterBody), client_of(request)
+        name = body.name if client.is_admin else _check_own(client, body.name)
+        if not server.challenges.is_proven(body.nonce, body.challenge, body.proof, body.url, body.name, body.role):
+            message = "proof must be of a server that knows the secret of page keys: longctx serve --join"
+            raise ApiError(403, message, "proof", "instance_not_proven")
+        if not server.may_register(body.url):
+            message = "url must be of this machine or of a host of --kv-peer"
+            raise ApiError(403, message, "url", "instance_not_added")
+        known = len(instances.by_name)
         try:
-            instance = instances.add(body.url, body.name, body.role)
+            instance = instances.add(body.url, name, body.role)
         except ValueError as error:
             raise ApiError(400, str(error), "url", "instance_not_added") from None
+        if len(instances.by_name) > known:  # else it repeats its registration, as it does every few seconds
+            client.subject = f"{instance.name} at {body.url}"
         return JSONResponse({"name": instance.name, "state": instance.state, "role": instance.role})
 
     def add(name: str, change: Callable[[Instance], object], description: str) -> None:
@@ -131,9 +174,11 @@ def _loads_router(server: RouterServer) -> APIRouter:
     router = APIRouter(tags=["introspection"])
 
     @router.get("/load")
-    async def load() -> JSONResponse:
-        """Load of the cluster: its requests, the loads of its pools, and each instance."""
-        cluster = server.cluster
+    async def load(request: Request) -> JSONResponse:
+        """Load of the cluster: its requests, its pools and each instance; without the scope, the client's own."""
+        client, cluster = client_of(request), server.cluster
+        if not client.sees_all:
+            return JSONResponse(own_load(server, client.tenant))
         return JSONResponse(
             {
                 "num_running_reqs": cluster.num_running,
@@ -184,7 +229,7 @@ class _ClusterFeed(PageFeed):
         super().__init__(_INTERVAL)
         self._server = server
 
-    def _message(self, is_first: bool) -> str:
+    def _message(self, is_first: bool) -> dict[str, Any]:
         server, instances = self._server, _describe(self._server)
         queues = [each["estimates"]["queue_seconds"] for each in instances if each["estimates"]]
         load = {
@@ -198,7 +243,7 @@ class _ClusterFeed(PageFeed):
         }
         pools = {name: _finite(round(value, 3)) for name, value in server.loads().items()}
         message = {"load": load, "steps": [], "skipped": 0, "reading": [], "ended": self._ended(is_first)}
-        return json.dumps(message | {"instances": instances, "pools": pools}, separators=(",", ":"))
+        return message | {"instances": instances, "pools": pools}
 
 
 def _finite(value: float) -> float | None:

@@ -14,13 +14,16 @@ import numpy as np
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.request import ClusterRequest, Rejection
+from longctx.cluster.join import Challenges
 from longctx.cluster.launcher.launcher import Address
+from longctx.cluster.peers import Peers
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import ProtocolError
 from longctx.cluster.router.instances import Instances, RouterSettings
 from longctx.cluster.router.routed_request import RoutedRequest, Routing, rejected
 from longctx.cluster.router.router_metrics import RouterMetrics
+from longctx.cluster.server_url import split_server_url
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.config import LlamaConfig
 from longctx.models.tokenizer import Tokenizer
@@ -29,6 +32,7 @@ from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import KeyRing
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.request_parser import ChatFormat, RequestParser
@@ -155,10 +159,14 @@ class RouterServer(Frontend):
             config.slo.tpot,
         )
         super().__init__(parser, settings)
-        self.model, self._members, self.max_waiting = model, tuple(members), router.max_waiting
+        joiners = [dataclasses.replace(key, scopes=frozenset({"join"})) for key in router.joiners]
+        self.keys = KeyRing(settings.keys, joiners, bool(settings.api_keys))
+        self.challenges, self._peers = Challenges(page_hash), Peers(router.peers, "localhost")
+        self.model, self._members = model, tuple(members)
+        self.max_waiting, self.max_logprob_bytes = router.max_waiting, router.max_logprob_bytes
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
-        self.events = KvEventReader(self.index)
+        self.events = KvEventReader(self.index, secret=router.secret)
         self.instances = Instances(
             self.conductor,
             self.events,
@@ -176,6 +184,11 @@ class RouterServer(Frontend):
         )
         self.backend = self.cluster
         self._upkeep: asyncio.Task[None] | None = None
+
+    def may_register(self, url: str) -> bool:
+        """Return whether instances at this URL may register: on this machine, or a host of `RouterSettings.peers`."""
+        parts = split_server_url(url)
+        return parts is None or self._peers.admits(str(parts.hostname), parts.port or 80)
 
     def loads(self) -> dict[str, float]:
         """Predicted time over its SLO, by pool."""

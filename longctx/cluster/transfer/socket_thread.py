@@ -13,11 +13,8 @@ from typing import Self
 
 import zmq
 
-from longctx.serving.distributed.network import Key, derive_key
-
 _LOG = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
-_LEAST_CHARACTERS = 32  # of a secret
 _PAUSE_SECONDS = 0.1  # after an error that is of no transfer, so that it does not come at once again
 
 
@@ -106,24 +103,6 @@ class SocketThread(ABC):
             self._calls.get_nowait()()  # kept by no variable, as it may hold a block
         if not self._calls.empty():
             self.post(lambda: None)  # more have come meanwhile, whose sign may just have been read
-
-
-def transfer_key(secret: str | None) -> Key | None:
-    """Derive the CURVE key of all instances with this secret; None: there is none, and nothing is encrypted.
-
-    Raises:
-      TypeError, ValueError: it is no text, or one that could be guessed.
-    """
-    if secret is None:
-        return None
-    if not isinstance(secret, str):
-        raise TypeError(f"secret must be text, got {type(secret).__name__}")
-    if len(secret.strip()) < _LEAST_CHARACTERS:
-        raise ValueError(
-            f"secret must have at least {_LEAST_CHARACTERS} characters, got {len(secret.strip())}: make one with "
-            "`longctx group-secret > FILE`"
-        )
-    return derive_key(secret.strip(), b"longctx transfer")
 
 
 def check_ip(ip: str, may_be_reached: bool) -> None:

@@ -20,9 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 from longctx.cluster.transfer import messages
 from longctx.cluster.transfer.mooncake import MooncakePuller
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.socket_thread import SocketThread, transfer_key
+from longctx.cluster.transfer.socket_thread import SocketThread
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Network, Socket
+from longctx.serving.distributed.network import Network, Socket, pages_key
 from longctx.serving.kv_cache.connector import WHOLE, Arrivals, Needed, PageBlock, PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -31,8 +31,9 @@ _LOG = logging.getLogger(__name__)
 _HEADER_BYTES = 1 << 16  # more than any header has
 _MAX_MESSAGES = 100  # that are read of one sender before others have their turn
 _LINGER = 1000  # milliseconds in which the end of a transfer and of its lease may leave
-_LOSSES = zmq.EVENT_DISCONNECTED
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+# Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 tells it of flipped bits too, takes the connection for one that
+# waits, and aborts the process by an assertion at the next heartbeat after the connection has broken.
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 @dataclass(eq=False)
@@ -125,7 +126,12 @@ class PageReceiver(contextlib.AbstractContextManager["PageReceiver"]):
         self.part, self.options, self.stats = part or layout.whole, options or TransferOptions(), TransferStats()
         layout.check_part(self.part)
         self.options.check_fits(layout)
-        self.layout, self.fingerprint, self.puller, self._key = layout, fingerprint, puller, transfer_key(secret)
+        self.layout, self.fingerprint, self.puller, self._key = (
+            layout,
+            fingerprint,
+            puller,
+            pages_key(secret, "transfer"),
+        )
         self.network = Network("127.0.0.1", self.options.silence_timeout)
         self._lock = threading.Lock()  # of all that follows
         self.num_free_blocks = self.options.max_blocks
@@ -247,7 +253,7 @@ class _Stream:
 
     Attributes:
       granted: blocks that may still come. held: blocks that have come and wait for the engine.
-      heard: when its sender was heard last.
+      heard: when its sender was heard last. is_admitted: whether the handshake was completed.
       num_come, num_ready: blocks that were announced, and those whose bytes are there. num_sent: of all, once known.
     """
 
@@ -261,6 +267,7 @@ class _Stream:
     num_ready: int = 0
     num_sent: int | None = None
     reason: str = ""
+    is_admitted: bool = False
 
     def let_go(self) -> None:
         self.held -= 1
@@ -309,8 +316,8 @@ class _Fetch(SocketThread):
         if self._is_closing or self.arrivals.outcome is not None:
             return
         for address in source.addresses:
-            socket = receiver.connect(address, _LOSSES | _REFUSALS)
-            monitor = socket.get_monitor_socket(_LOSSES | _REFUSALS)
+            socket = receiver.connect(address, _EVENTS)
+            monitor = socket.get_monitor_socket(_EVENTS)
             stream = _Stream(address, socket, monitor)
             self._streams.append(stream)
             self._poller.register(socket, zmq.POLLIN)
@@ -475,8 +482,11 @@ class _Fetch(SocketThread):
 
 
 def _read_failure(stream: _Stream) -> Outcome | None:
-    """Return whether the connection was lost or refused since the last call."""
+    """Return whether the connection was lost, or refused before anything was said, since the last call."""
     failure: Outcome | None = None
     while stream.monitor.poll(0):
-        failure = "lost" if recv_monitor_message(stream.monitor)["event"] & _LOSSES else "refused"
+        if recv_monitor_message(stream.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            stream.is_admitted = True
+        else:
+            failure = "lost" if stream.is_admitted else "refused"
     return failure

@@ -22,9 +22,9 @@ from longctx.cluster.transfer import messages
 from longctx.cluster.transfer.lease import POLL_SECONDS, Exporter, LeaseGone, Wanted, export_pages, find_wanted
 from longctx.cluster.transfer.mooncake import MooncakeStaging
 from longctx.cluster.transfer.options import TransferOptions
-from longctx.cluster.transfer.socket_thread import SocketThread, check_ip, transfer_key
+from longctx.cluster.transfer.socket_thread import SocketThread, check_ip
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Address, Network, RejectedConnections
+from longctx.serving.distributed.network import Address, Network, RejectedConnections, pages_key
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout
 
@@ -102,7 +102,7 @@ class PageSender(SocketThread):
         lease_timeout: float = 0.0,
     ) -> None:
         check_ip(ip, secret is not None or is_trusted)
-        key, options = transfer_key(secret), options or TransferOptions()
+        key, options = pages_key(secret, "transfer"), options or TransferOptions()
         options.check_fits(layout)
         super().__init__("page sender", options.silence_timeout)
         self.options, self.stats, self._network = options, TransferStats(), Network(ip, options.silence_timeout)

@@ -8,9 +8,16 @@ contradicts the others; so processes meet before that call. This is the only mod
 import ipaddress
 import os
 import secrets
+from pathlib import Path
 from typing import NamedTuple
 
+from longctx.serving.kv_cache.secret import make_secret, read_secret
+
 ENVIRONMENT_VARIABLE = "LONGCTX_GROUP_SECRET"
+_ADVICE = (
+    "make one with `longctx group-secret > FILE`, and give it to every process, by --group-secret-file FILE, "
+    f"{ENVIRONMENT_VARIABLE} or initialize(group_secret=...)"
+)
 _LEAST_CHARACTERS = 32
 
 
@@ -57,11 +64,24 @@ def find_group_secret(given: str | None) -> str | None:
     return secret
 
 
-def check_address(coordinator: str, ip: str, group_secret: str | None) -> None:
-    """Raise ValueError if other machines can reach the coordinator's address, and there is no secret."""
-    if group_secret is None and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
+def secret_at(coordinator: str, ip: str, group_secret: str | None) -> str:
+    """Return the secret of a group whose coordinator has this address: where none is given, that of this user.
+
+    Raises:
+      ValueError: other machines can reach the address, and no secret is given; or the user's own can't be kept.
+    """
+    if group_secret is not None:
+        return group_secret
+    if not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
         raise ValueError(
-            f"coordinator {coordinator} can be reached from other machines, and the group has no secret: make one with "
-            "`longctx group-secret > FILE`, and give it to every process, by --group-secret-file FILE, "
-            f"{ENVIRONMENT_VARIABLE} or initialize(group_secret=...)"
+            f"coordinator {coordinator} can be reached from other machines, and the group has no secret: {_ADVICE}"
         )
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "longctx" / "group-secret"
+    try:
+        make_secret(path)
+        if path.stat().st_uid != os.geteuid():
+            raise PermissionError(0, "it is another user's")
+        return read_secret(path).decode("ascii")
+    except (OSError, RuntimeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"the group has no secret, and {path} can't keep one: {why}: {_ADVICE}") from None

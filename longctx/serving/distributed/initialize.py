@@ -2,8 +2,11 @@
 
 import contextlib
 import hashlib
+import ipaddress
 import os
 import platform
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,8 @@ def initialize(
       ports: (first, last) of the ports of which process 0 listens on one beside the coordinator's. None: any.
       group_secret: text of at least 32 characters that all processes share, as from `longctx group-secret`: only
         processes with it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must
-        be a loopback address.
+        be a loopback address, and all processes of one user, who has a secret of his own (0600, in
+        `~/.local/state/longctx`).
 
     Returns:
       The group, which is what `Engine` and `make_process_mesh` take.
@@ -77,6 +81,8 @@ def initialize(
     try:
         timeouts = {"failure_timeout": failure_timeout, "join_timeout": join_timeout}
         group.agree("software", _software() | {"num_processes": cluster_env.num_processes, **timeouts})
+        found = group.gather("what their names stand for", loopback_of(group.host_name))
+        unreachable = {name: ip for name, ip in zip(group.host_names, found, strict=True) if ip is not None}
         jax.distributed.initialize(
             jax_address,
             cluster_env.num_processes,
@@ -88,10 +94,31 @@ def initialize(
             shutdown_timeout_seconds=int(failure_timeout) + 1,
             coordinator_bind_address=jax_address,
         )
+        if unreachable and len(set(group.host_names)) > 1 and jax.default_backend() == "cpu":
+            raise ValueError(unreachable_message(unreachable))
     except BaseException as error:
         group.fail(f"{type(error).__name__}: {error}")
         raise
     return group
+
+
+def loopback_of(host_name: str) -> str | None:
+    """Return the loopback address that a host's own name stands for; None: it stands for one that others reach."""
+    try:
+        ip = str(socket.getaddrinfo(host_name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+    return ip if ipaddress.ip_address(ip.partition("%")[0]).is_loopback else None
+
+
+def unreachable_message(found: Mapping[str, str]) -> str:
+    """Say why CPUs of these hosts, with the loopback addresses of their names, can't compute together."""
+    hosts = " and ".join(f"{name} for {ip}" for name, ip in sorted(found.items()))
+    return (
+        f"coordinator: on their own hosts the names stand for loopback addresses, {hosts}. Gloo, by which JAX moves "
+        "data between CPUs, gives these to the other hosts, which can't reach them: in /etc/hosts of each, put the "
+        "host's own address in the line of its name"
+    )
 
 
 def _cluster_env(coordinator: str, num_processes: int | None, process_id: int | None) -> ClusterEnv:

@@ -11,13 +11,16 @@ import hashlib
 import logging
 import socket
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+_LEAST_CHARACTERS = 32  # of a secret
+_KEEPALIVE = 5  # seconds between two probes of a connection that TCP watches
+_PROBES = 3
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
@@ -64,14 +67,32 @@ def read_key(text: str) -> Key:
         raise ValueError("not a CURVE key") from None
 
 
-def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> Key:
-    """Derive the key of a group from its secret; without one it is public, and all are on the same machine.
+def derive_key(secret: str, purpose: bytes = b"longctx group") -> Key:
+    """Derive the key that all have who know a secret.
 
     `purpose`, of up to 16 bytes, keeps apart what is used for different things but has the same secret.
     """
-    data = (group_secret or "").encode("utf-8", "surrogatepass")
-    secret = z85.encode(hashlib.blake2b(data, digest_size=32, person=purpose).digest())
-    return Key(zmq.curve_public(secret), secret)
+    data = secret.encode("utf-8", "surrogatepass")
+    half = z85.encode(hashlib.blake2b(data, digest_size=32, person=purpose).digest())
+    return Key(zmq.curve_public(half), half)
+
+
+def pages_key(secret: str | None, use: Literal["transfer", "events"]) -> Key | None:
+    """Derive a key from the secret that all instances share; None: there is none, and nothing is encrypted.
+
+    Raises:
+      TypeError, ValueError: it is no text, or one that could be guessed.
+    """
+    if secret is None:
+        return None
+    if not isinstance(secret, str):
+        raise TypeError(f"secret must be text, got {type(secret).__name__}")
+    if len(secret.strip()) < _LEAST_CHARACTERS:
+        raise ValueError(
+            f"secret must have at least {_LEAST_CHARACTERS} characters, got {len(secret.strip())}: make one with "
+            "`longctx group-secret > FILE`"
+        )
+    return derive_key(secret.strip(), f"longctx {use}".encode())
 
 
 class Network:
@@ -79,10 +100,11 @@ class Network:
 
     Args:
       ip: process 0's sockets are bound to this address only, and the others' connect it.
-      failure_timeout: seconds; connections break within 0.7 of it when the other end is gone without a word.
+      failure_timeout: seconds; connections break within 0.7 of it when the other end is gone without a word. None:
+        TCP watches connections, and sockets may have limits (ZeroMQ's high water marks).
     """
 
-    def __init__(self, ip: str, failure_timeout: float) -> None:
+    def __init__(self, ip: str, failure_timeout: float | None) -> None:
         self.ip, self.failure_timeout = ip, failure_timeout
         self.context: Context = zmq.Context()
         self.context.setsockopt(zmq.IPV6, int(":" in ip))
@@ -142,6 +164,13 @@ class Network:
     def _socket(self, kind: int) -> Socket:
         made = self.context.socket(kind)
         self._sockets.append(made)
+        if self.failure_timeout is None:
+            made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
+            made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
+            made.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
+            made.setsockopt(zmq.TCP_MAXRT, 1000 * _KEEPALIVE * (1 + _PROBES))
+            return made
         # Without limits: if a connection breaks whose messages ZeroMQ holds back at a limit, its next heartbeat aborts.
         made.setsockopt(zmq.SNDHWM, 0)
         made.setsockopt(zmq.RCVHWM, 0)

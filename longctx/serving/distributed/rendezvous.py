@@ -9,7 +9,7 @@ import time
 from typing import Any, NamedTuple
 
 from longctx.serving.distributed.connections import PROCESS_0, ControlClient, ControlServer, Receiver, Relay, Sender
-from longctx.serving.distributed.environment import ClusterEnv, check_address
+from longctx.serving.distributed.environment import ClusterEnv, secret_at
 from longctx.serving.distributed.network import Address, Network, derive_key, make_key, read_key, resolve
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.distributed.watchdog import Peer, Watchdog
@@ -62,12 +62,12 @@ def lead(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGr
         address = resolve(coordinator)
     except (OSError, ValueError) as error:
         raise ValueError(f"coordinator {coordinator}: {error}") from None
-    check_address(coordinator, address.ip, options.group_secret)
+    secret = secret_at(coordinator, address.ip, options.group_secret)
     network = Network(address.ip, failure_timeout)
     server: RendezvousServer | None = None
     try:
         try:
-            control = ControlServer(network, derive_key(options.group_secret), address.port)
+            control = ControlServer(network, derive_key(secret), address.port)
         except ValueError as error:
             raise ValueError(f"coordinator {coordinator}: {error}") from None
         server = RendezvousServer(cluster_env, control, options)
@@ -167,12 +167,12 @@ def join(cluster_env: ClusterEnv, options: RendezvousOptions) -> tuple[ProcessGr
     # Process 0 may wait for others as long as this process would, and then send an error that names them.
     coordinator, deadline = cluster_env.coordinator, time.monotonic() + options.join_timeout + 2
     address = _await_name(coordinator, deadline)
-    check_address(coordinator, address.ip, options.group_secret)
+    secret = secret_at(coordinator, address.ip, options.group_secret)
     process, host_name = cluster_env.process_id, platform.node()
     request = JoinRequest(process, host_name)
     network = Network(address.ip, options.failure_timeout)
     try:
-        control = ControlClient(network, derive_key(options.group_secret), address, process)
+        control = ControlClient(network, derive_key(secret), address, process)
         host_names, steps_port, steps_key = _ask_to_join(control, coordinator, request, options, deadline)
         receiver = Receiver(network, read_key(steps_key), steps_port, process)
         relay = Relay(is_first=False)
@@ -214,8 +214,8 @@ def _ask_to_join(
                 raise ValueError(f"process 0 refuses: {message.value}")
             if message.kind == "welcome":
                 return message.value
-    secret = "with" if options.group_secret is not None else "without"
+    secret = "with this group_secret" if options.group_secret is not None else "by this user without a group_secret"
     raise TimeoutError(
         f"coordinator {coordinator} did not answer within {options.join_timeout:g} s: is process 0 running there, can "
-        f"it be reached from here, and was it started {secret} this group_secret?"
+        f"it be reached from here, and was it started {secret}?"
     )

@@ -63,6 +63,10 @@ class ActiveRequest:
         return self.prepared.request.sampling.n
 
     @property
+    def tenant(self) -> str:
+        return self.prepared.request.tenant
+
+    @property
     def open(self) -> list[int]:
         """The completions that have not ended."""
         return [index for index in range(self.num_completions) if index not in self.outputs]

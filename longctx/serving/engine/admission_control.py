@@ -8,7 +8,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
 from longctx.serving.config import AdmissionLimits
@@ -97,6 +98,7 @@ class AdmissionControl:
         self.limits = limits or AdmissionLimits()
         self.estimator = TtftEstimator(engine)
         self._engine, self._lock = engine, threading.RLock()
+        self._with_logprobs: list[ActiveRequest] = []  # which may have ended
         self._admitted: list[ActiveRequest] = []  # of which a sequence had no slot when they were looked at last
 
     @property
@@ -108,8 +110,10 @@ class AdmissionControl:
         """Let a request wait for a slot, which the engine's registry has already.
 
         Raises:
+          ValueError: it asks for more log probabilities than there may ever be.
           Refused: it would wait too long.
         """
+        check_logprobs([request.prepared], self.limits.max_logprob_bytes)
         prepared, deadline = request.prepared, request.prepared.request.ttft_deadline
         if deadline is not None and self.limits.heeds_deadlines:
             estimate = self.estimator.of(prepared, self._prompts(), deadline)
@@ -123,28 +127,35 @@ class AdmissionControl:
         if exceeded is None:
             self.estimator.note_entered(prepared)
             return
-        reason, limit = exceeded
-        unit = "requests" if reason == "queue" else "tokens of prompts"
+        reason, problem = exceeded
         estimate = self.estimator.of(prepared, self._prompts())
         when = "" if estimate is None else f": the first token would come {estimate}"
-        message = f"the queue is full, which has room for {limit} {unit}{when}"
-        raise Refused(message, reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
+        raise Refused(f"{problem}{when}", reason, 1.0 if estimate is None else estimate.looked / 2, estimate)
 
-    def _exceeded(self, request: ActiveRequest) -> tuple[Reason, int] | None:
-        """The limit that is exceeded by one more request, and why."""
-        limits, most, waiting = self.limits, self.limits.max_waiting_tokens, self._waiting()
-        if waiting and request.num_completions + sum(x.num_waiting for x in waiting) > limits.max_waiting:
-            return "queue", limits.max_waiting
-        if waiting and most is not None and sum(len(x.prepared.tokens) for x in (*waiting, request)) > most:
-            return "tokens", most
+    def _exceeded(self, request: ActiveRequest) -> tuple[Reason, str] | None:
+        """Return why one more request is too much, and which limit it exceeds."""
+        limits, waiting = self.limits, self._waiting()
+        if _is_full(waiting, request, limits.max_waiting, lambda each: each.num_waiting):
+            return "queue", f"the queue is full, which has room for {limits.max_waiting} requests"
+        most = limits.max_waiting_tokens
+        if most is not None and _is_full(waiting, request, most, lambda each: len(each.prepared.tokens)):
+            return "tokens", f"the queue is full, which has room for {most} tokens of prompts"
+        most, needed = limits.max_logprob_bytes, request.prepared.logprob_bytes
+        if needed:
+            self._with_logprobs = [each for each in self._with_logprobs if self._is_active(each)]
+            if _is_full(self._with_logprobs, request, most, lambda each: each.prepared.logprob_bytes):
+                return "tokens", f"the log probabilities of requests may take {most} bytes, and need more"
+            self._with_logprobs.append(request)
         return None
 
     def _waiting(self) -> list[ActiveRequest]:
         """Admitted requests of which a sequence has no slot yet."""
-        requests = self._engine.requests
         with self._lock:
-            self._admitted = [x for x in self._admitted if requests.get(x.request_id) is x and x.num_waiting]
+            self._admitted = [each for each in self._admitted if self._is_active(each) and each.num_waiting]
             return self._admitted
+
+    def _is_active(self, request: ActiveRequest) -> bool:
+        return self._engine.requests.get(request.request_id) is request
 
     def _prompts(self) -> dict[str, PreparedRequest]:
         return {request.request_id: request.prepared for request in self._waiting()}
@@ -167,6 +178,32 @@ class _Copy(NamedTuple):
     at: float
     fresh_until: float
     until: float
+
+
+def _is_full(
+    others: List[ActiveRequest], request: ActiveRequest, limit: int, size: Callable[[ActiveRequest], int]
+) -> bool:
+    """Return whether a request is one too many.
+
+    When the limit is reached, a tenant that has less than its share, the limit by the number of tenants, still gets it.
+    One that has nothing may have one request, however large.
+    """
+    more = size(request)
+    if not others or sum(map(size, others)) + more <= limit:
+        return False
+    own = [each for each in others if each.tenant == request.tenant]
+    return bool(own) and sum(map(size, own)) + more > limit // len({each.tenant for each in others})
+
+
+def check_logprobs(requests: List[PreparedRequest], limit: int, copies: int = 1) -> None:
+    """Raise ValueError if the answers to a call's requests have more log probabilities than `limit` bytes hold."""
+    needed = copies * sum(prepared.logprob_bytes for prepared in requests)
+    if needed > limit:
+        num_tokens = sum(len(prepared.tokens) for prepared in requests)
+        raise ValueError(
+            f"logprobs must be of fewer tokens, or fewer of each: with prompts of {num_tokens:,} tokens they take some "
+            f"{needed:,} bytes, more than the {limit:,} of max_logprob_bytes"
+        )
 
 
 class TtftEstimator:

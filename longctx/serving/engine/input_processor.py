@@ -10,7 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.request.completion import Completion, Detokenizer
 from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.output import Metrics, TokenLogprob
+from longctx.serving.request.output import Logprobs, Metrics
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.validation import check_text
@@ -88,6 +88,15 @@ class InputProcessor:
         if handoff is not None:
             handoff.check(len(prepared.tokens), prepared.request.sampling, self._model.vocab_size)
 
+    def check_choices(self, n: int) -> None:
+        """Check how many answers to one prompt a request asks for.
+
+        Raises:
+          ValueError: `n` is more than the engine's `max_running`.
+        """
+        if n > self._config.max_running:
+            raise ValueError(f"n must be at most max_running={self._config.max_running}, got {n}")
+
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
         if isinstance(prompt, str):
@@ -111,8 +120,7 @@ class InputProcessor:
 
     def _check_request(self, request: Request, prompt_length: int) -> None:
         params, vocab = request.sampling, self._model.vocab_size
-        if params.n > self._config.max_running:
-            raise ValueError(f"n must be at most max_running={self._config.max_running}, got {params.n}")
+        self.check_choices(params.n)
         if prompt_length + params.max_tokens > self._max_length:
             raise ValueError(
                 f"prompt and max_tokens make {prompt_length} + {params.max_tokens} tokens, more than the "
@@ -165,7 +173,7 @@ class SequenceMaker:
         if seed is None:
             seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
-        prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
+        prompt_logprobs = None if params.prompt_logprobs is None else Logprobs()
         if params.n > 1 and not self._prefix_cache:
             # The completions share the prompt's pages with each other alone.
             keys = []

@@ -6,6 +6,8 @@ Source: Mooncake, section 3 and figure 3.
 """
 
 import hashlib
+import hmac
+import json
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -49,6 +51,14 @@ class PageHash:
     def fingerprint(self, text: str) -> bytes:
         """The same for two hashes with one secret and page size, and for the same text."""
         return self._hash(b"fingerprint", f"{self.page_size} {text}".encode())
+
+    def sign(self, *said: object) -> str:
+        """The HMAC (SHA-256, hexadecimal) of plain data, by which holders of the secret believe each other."""
+        return hmac.new(self._secret, json.dumps(said).encode(), hashlib.sha256).hexdigest()
+
+    def is_signed(self, signature: str, *said: object) -> bool:
+        """Return whether a signature is that of this data."""
+        return hmac.compare_digest(self.sign(*said).encode(), signature.encode())
 
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.

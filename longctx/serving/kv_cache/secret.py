@@ -27,14 +27,24 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         raise ValueError(f"kv_secret_file: {path} can't be read: {error.strerror}") from None
     if contents is None:
         raise ValueError(f"kv_secret_file: {path} is not a regular file")
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"kv_secret_file: others than its owner have access to {path}: `chmod 600 {path}`")
+    check_private("kv_secret_file", path, status)
     if not LEAST_BYTES <= len(contents) <= _MOST_BYTES:
         raise ValueError(
             f"kv_secret_file: {path} must have {LEAST_BYTES} to {_MOST_BYTES} bytes, got {len(contents)}: make it with "
             "`longctx group-secret > FILE`"
         )
     return contents
+
+
+def check_private(name: str, path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Raise ValueError, with the name of the argument, if others than this process's user may read a file.
+
+    A group may read a file that root or another user gives this process by that group, as Kubernetes mounts secrets.
+    """
+    is_given = status.st_uid == 0 or status.st_uid != os.geteuid()
+    others = stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_given else stat.S_IRWXG)
+    if status.st_mode & others:
+        raise ValueError(f"{name}: others than its owner have access to {path}: `chmod 600 {path}`")
 
 
 def read_kv_secret(path: str | os.PathLike[str]) -> bytes:

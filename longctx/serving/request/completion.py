@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longctx.serving.request.output import Event, FinishReason, Lease, Metrics, Output, TokenLogprob
+from longctx.serving.request.output import Event, FinishReason, Lease, Logprobs, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 
@@ -72,10 +72,10 @@ class Completion:
     stop_ids: frozenset[int]  # end the sequence
     detokenizer: Detokenizer
     metrics: Metrics
-    prompt_logprobs: list[TokenLogprob] | None  # of the first completion of a request that asks for them
+    prompt_logprobs: Logprobs | None  # of the first completion of a request that asks for them
     num_known: int = 0
     text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
     lease: Lease | None = None  # of its pages, once it has ended
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Completion:
         known = self.prompt_logprobs
         assert known is not None
         assert start <= len(known) + 1
-        known += logprobs[len(known) + 1 - start :]
+        known.extend(logprobs[len(known) + 1 - start :])
 
     def interrupt(self) -> str:
         """End here; returns the text that was held back, which turns out to be text."""

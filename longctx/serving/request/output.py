@@ -1,7 +1,9 @@
 """Results of requests: `Event`s as tokens come, and an `Output` at the end of each completion."""
 
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
@@ -24,6 +26,69 @@ class TokenLogprob(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class Logprobs(Sequence[TokenLogprob]):
+    """Log probabilities of tokens in order, in arrays of float32: a value takes 8 bytes, and a token 12 more.
+
+    Args:
+      values: the first ones.
+
+    Examples:
+      >>> from longctx.serving import TokenLogprob
+      >>> from longctx.serving.request.output import Logprobs
+      >>> kept = Logprobs([TokenLogprob(-0.5, ((17, -0.5), (42, -1.25)))])
+      >>> kept.append(TokenLogprob(-2.0, ()))
+      >>> kept[0], len(kept)
+      (TokenLogprob(logprob=-0.5, top=((17, -0.5), (42, -1.25))), 2)
+    """
+
+    __slots__ = ("_ends", "_own", "_top", "_top_ids")
+
+    def __init__(self, values: Iterable[TokenLogprob] = ()) -> None:
+        self._own, self._top, self._top_ids = array("f"), array("f"), array("i")
+        self._ends = array("q")  # of each token's most likely ones among those of all
+        self.extend(values)
+
+    def append(self, value: TokenLogprob) -> None:
+        self._own.append(value.logprob)
+        for token, logprob in value.top:
+            self._top_ids.append(token)
+            self._top.append(logprob)
+        self._ends.append(len(self._top))
+
+    def extend(self, values: Iterable[TokenLogprob]) -> None:
+        if isinstance(values, Logprobs):
+            before = len(self._top)
+            self._ends.extend(before + end for end in values._ends)
+            self._own.extend(values._own)
+            self._top.extend(values._top)
+            self._top_ids.extend(values._top_ids)
+            return
+        for value in values:
+            self.append(value)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprob]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob]:
+        numbers = range(len(self._own))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        top = slice(self._ends[numbers - 1] if numbers else 0, self._ends[numbers])
+        return TokenLogprob(self._own[numbers], tuple(zip(self._top_ids[top], self._top[top], strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(TokenLogprob.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"Logprobs({list(self)})"
 
 
 @dataclass
@@ -165,8 +230,8 @@ class Output:
     text: str
     finish_reason: FinishReason
     metrics: Metrics
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
     error: str | None = None
     seed: int = 0
     lease: Lease | None = None

@@ -12,6 +12,7 @@ from longctx.serving.validation import check_text
 
 # A deadline is between these.
 _SECONDS = 1e-6, 1e9
+_LOGPROB_BYTES = 128  # 8 in an array, and 30 to 60 in JSON, which is there twice while it is sent
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,16 @@ class PreparedRequest(NamedTuple):
     def may_share(self) -> bool:
         """Whether it may begin with pages that others have computed: log probabilities of a prompt need all of it."""
         return self.request.sampling.prompt_logprobs is None
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Bytes that its log probabilities take at most, as arrays and in an answer: about 128 for each number."""
+        params, numbers = self.request.sampling, 0
+        if params.logprobs is not None:
+            numbers += params.n * params.max_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            numbers += len(self.tokens) * (1 + params.prompt_logprobs)
+        return _LOGPROB_BYTES * numbers
 
     @property
     def shared_keys(self) -> list[bytes]:

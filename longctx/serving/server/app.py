@@ -9,10 +9,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from longctx.serving.server.auth import AuthMiddleware
+from longctx.serving.server.auth import OPEN_PATHS, AuthMiddleware
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
+from longctx.serving.server.limits import LIMIT_HEADERS
 from longctx.serving.server.routes.administration import administration_router, monitoring_router
 from longctx.serving.server.routes.internal import internal_router
 from longctx.serving.server.routes.openai import caches_router, openai_router
@@ -27,6 +29,19 @@ def make_app(server: Server) -> FastAPI:
     """Return the app of an engine's server."""
     make_routers = (caches_router, administration_router, internal_router, page_router)
     return app_of(server, [make_router(server) for make_router in make_routers])
+
+
+def probes_only(app: ASGIApp, server: Frontend, refusal: ApiError) -> ASGIApp:
+    """Return the app of a connection that gets this answer to everything but whether the server lives."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            server.count_refusal(refusal)
+            await refusal.response(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
 
 
 def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
@@ -50,14 +65,20 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(AuthMiddleware, settings=server.settings)
+    app.add_middleware(
+        AuthMiddleware,
+        settings=server.settings,
+        keys=server.keys,
+        audit=server.audit,
+        count_refusal=server.count_refusal,
+    )
     if server.settings.allow_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.settings.allow_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *LIMIT_HEADERS],
         )
     _describe_bodies(app)
     return app

@@ -17,6 +17,7 @@ _NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of
 # Names of the engine's own arguments that clients call otherwise.
 _PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}
 _SHOWN_PROBLEMS = 3
+_LONGEST_MESSAGE, _LONGEST_PARAM = 2000, 100  # characters: what clients send may be in it
 DROPPED = "x-llm-d-request-dropped-reason"
 """Header with the reason why a request was refused that could be served at another time."""
 
@@ -24,7 +25,10 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """Answer that is an error: an HTTP status, a sentence for people, and a code for programs."""
+    """Answer that is an error: an HTTP status, a sentence for people, and a code for programs.
+
+    It has a bounded length, whatever it repeats of what a client sent.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message = message if len(message) <= _LONGEST_MESSAGE else f"{message[: _LONGEST_MESSAGE - 4]} ..."
+        self.param = None if param is None else param[:_LONGEST_PARAM]
         self.headers = dict(headers or {})
         if retry_after is not None:
             # Clients of OpenAI honour the milliseconds, others whole seconds.
@@ -57,6 +63,11 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
 
 
+def no_such_model(name: str) -> ApiError:
+    """Return the answer to a request for another model."""
+    return ApiError(404, f"the model {name[:80]!r} does not exist", "model", "model_not_found")
+
+
 def not_valid(error: ValidationError) -> ApiError:
     """Return the answer to a body that is no JSON, or has wrong fields or types."""
     # Of a value that may be of several types, the problem of the one that it comes nearest to.
@@ -65,7 +76,7 @@ def not_valid(error: ValidationError) -> ApiError:
         path = problem["loc"]
         field = str(path[0]) if path else None
         if field not in nearest or len(path) > nearest[field][0]:
-            place = ".".join(str(part) for part in path if isinstance(part, int) or _NAME.fullmatch(part))
+            place = ".".join(str(part)[:80] for part in path if isinstance(part, int) or _NAME.fullmatch(part))
             text = problem["msg"].removeprefix("Value error, ")
             nearest[field] = len(path), f"{place}: {text}" if place else text
     texts = [text for _, text in nearest.values()]

@@ -6,7 +6,7 @@ A frontend parses calls, holds the active ones, and ends them. A `Backend` compu
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from starlette.responses import StreamingResponse
@@ -15,10 +15,12 @@ from starlette.types import Receive, Scope, Send
 from longctx import __version__
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.engine.active_request import Sink
-from longctx.serving.engine.admission_control import Refused
+from longctx.serving.engine.admission_control import Refused, check_logprobs
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import KeyRing
 from longctx.serving.server.errors import DROPPED, ApiError, not_servable
+from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
 from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
 from longctx.serving.server.series import RenderedMetrics
@@ -48,7 +50,10 @@ class Frontend(ABC):
     Attributes:
       backend: computes requests. A subclass sets it.
       max_waiting: completions that one call may ask for, as all of them have to wait together. A subclass sets it.
+      max_logprob_bytes: bytes of the log probabilities of a call, about. A subclass sets it.
       metrics: of this server. A subclass sets them.
+      keys: that open it.
+      audit: log of what its administrators do, and of who is refused.
       calls: the active ones, by id.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
       transfers: move requests between this engine and others; None: requests stay.
@@ -56,6 +61,7 @@ class Frontend(ABC):
 
     backend: Backend
     max_waiting: int
+    max_logprob_bytes: int
     metrics: RenderedMetrics
     transfers: Transfers | None = None
 
@@ -65,7 +71,8 @@ class Frontend(ABC):
         self.tokenizer, self.chat_format = parser.tokenizer, parser.chat_format
         self.token_bytes = TokenBytes(parser.tokenizer)
         self.preparer = Preparer(parser, settings.prepare_processes)
-        self.bodies = Bodies(settings)
+        self.keys, self.audit = KeyRing(settings.keys, needs_key=bool(settings.api_keys)), AuditLog(settings.audit_log)
+        self.bodies = Bodies(settings, parser.max_length)
         self.calls: dict[str, ActiveCall] = {}
         self.failures: dict[str, ApiError] = {}
         self._num_starting = 0
@@ -143,6 +150,8 @@ class Frontend(ABC):
         """Cancel what has not ended of a call, whose events are no longer read."""
         active = self.calls.pop(call_id, None)
         if active is not None:
+            if not active.is_open:
+                active.settle(active.num_tokens)
             active.close()
             for request_id in active.submitted:
                 self.failures.pop(request_id, None)
@@ -182,6 +191,7 @@ class Frontend(ABC):
     async def finish(self) -> None:
         """End everything that has not ended."""
         await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self.audit.close)
 
     @abstractmethod
     def close(self) -> None:
@@ -216,6 +226,8 @@ class ActiveCall:
 
     Attributes:
       submitted: ids of all its requests.
+      num_tokens: of its prompts, and of its completions that have ended.
+      settle: is called with them at the end, if all have.
     """
 
     def __init__(
@@ -228,6 +240,8 @@ class ActiveCall:
     ) -> None:
         self.call, self.shown_id, self._server, self._received = call, shown_id, server, received
         self.submitted: list[str] = []
+        self.num_tokens = sum(len(prepared.tokens) for prepared in call.requests)
+        self.settle: Callable[[int], object] = lambda used: None
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(server.settings.stream_buffer * len(call.requests), self.cancel)
         count = len(call.requests) * call.num_choices
@@ -235,6 +249,7 @@ class ActiveCall:
             raise ApiError(400, f"the prompts ask for {count:,} completions, and {server.max_waiting:,} may wait", "n")
         try:
             with refusals_answered():
+                check_logprobs(call.requests, server.max_logprob_bytes, call.copies)
                 for number, prepared in enumerate(call.requests):
                     sink = server.dispatcher.sink(self.stream, number, is_whole=not call.body.stream)
                     request_id = server.backend.submit(prepared, sink, arrival, received)
@@ -270,6 +285,7 @@ class ActiveCall:
                         raise self._server.failures[request_id]
                     raise ApiError(500, output.error or "the request failed", code="engine_error")
                 indices.discard(event.index)
+                self.num_tokens += output.metrics.output_tokens
             if not indices:
                 del self._open[number]
         return taken

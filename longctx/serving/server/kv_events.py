@@ -2,8 +2,9 @@
 
 Messages are msgpack batches `[time, events, rank]`, one for each step that changed something, each event a map
 with its name as `type`. They are numbered from 0 without gaps, so a subscriber that misses some asks for them
-(`kv_publisher.py`). Keys of pages are hashes under the engine's secret key, of which 64 bits are sent; consumers that
-compare prompts hash `token_ids` their own way. So readers of the events read prompts.
+(`kv_publisher.py`). Keys of pages are hashes under the engine's secret key, of which 64 bits are sent: a router with
+the secret needs no more. Other routers hash `token_ids` their own way; these are sent if they are asked for, and then
+readers of the events read prompts.
 
 Pages that come to host memory or disk, and leave it, are events of other media, without tokens: those were in the event
 of the same hash on the devices.
@@ -34,7 +35,7 @@ class _Event(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockStored(_Event):
     """Consecutive pages can be found. `extra_keys` has the salt of the first page of a salted prompt.
 
-    Of pages beyond the devices `token_ids` is empty.
+    `token_ids` is empty of pages beyond the devices, and of all where tokens are not asked for.
     """
 
     block_hashes: list[int]
@@ -80,7 +81,7 @@ def block_hash(key: Key) -> int:
 class _Change(NamedTuple):
     """Consecutive pages that can be found in a medium from now on, or, without `is_stored`, no more.
 
-    `tokens`, `salt`: of pages on the devices.
+    `tokens`: if they are sent. `salt`: of pages on the devices.
     """
 
     medium: str
@@ -129,16 +130,19 @@ class KvEvents:
     """Listener of an engine's page pool and tiers that hands on the changes of each step; another thread encodes them.
 
     `publish` is called after a step with a function that returns the step's encoded batch. It must not block.
+    `with_tokens`: whether events have the tokens of pages, which are prompts.
     """
 
-    def __init__(self, thread: EngineThread, publish: Callable[[Callable[[], bytes]], object]) -> None:
+    def __init__(
+        self, thread: EngineThread, publish: Callable[[Callable[[], bytes]], object], with_tokens: bool = False
+    ) -> None:
         engine = thread.engine
         pool = engine.core.pool
         if not engine.config.prefix_cache:
             raise ValueError("kv_events need prefix_cache=True: without it no page is ever found")
         if pool.listener is not None:
             raise ValueError("the engine's pages have a listener already")
-        self._page_size, self._publish = engine.config.page_size, publish
+        self._page_size, self._publish, self._with_tokens = engine.config.page_size, publish, with_tokens
         self._announced: set[Key] = set()
         self._changes: list[_Change | None] = []  # None: nothing is left
         self._handing_on = threading.Lock()
@@ -165,7 +169,7 @@ class KvEvents:
 
     def stored(self, parent: Key | None, keys: list[Key], tokens: np.ndarray, salt: str) -> None:
         self._announced.update(keys)
-        self._changes.append(_Change(_MEDIUM, keys, True, parent, tokens, salt))
+        self._changes.append(_Change(_MEDIUM, keys, True, parent, tokens if self._with_tokens else None, salt))
 
     def removed(self, key: Key) -> None:
         if key in self._announced:

@@ -5,8 +5,12 @@ Prompts and answers are not logged unless that is asked for.
 
 import json
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TextIO
 
 from longctx.serving.request.output import Output
@@ -97,6 +101,82 @@ def request_fields(outputs: list[Output], request: Request) -> dict[str, Any]:
         "error": next((output.error for output in outputs if output.error), None),
     }
     return fields | {name: value for name, value in optional.items() if value}
+
+
+class AuditLog:
+    """Log of administrative actions, refusals and failed authentication: lines of JSON, written by a thread of its own.
+
+    Each kind of event has `LINES` lines a minute, after which it is counted: so a flood of one hides no other, and the
+    log grows by a bounded amount. The next line of that kind has the number of those left out. JSON escapes what could
+    end a line, and values are cut at `LONGEST` characters.
+
+    Args:
+      path: of a file, which is made for this user alone, and opened again where it was moved; `-`: standard error.
+        None: nothing is written.
+
+    Raises:
+      ValueError: the file can't be opened.
+    """
+
+    LINES, LONGEST = 300, 256
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._begun: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._has_failed = False
+        self._worker = ThreadPoolExecutor(1, "longctx-audit")
+        if path is not None:
+            try:
+                self._append("")
+            except OSError as error:
+                raise ValueError(f"audit_log: {path} can't be written: {error.strerror}") from None
+
+    def write(self, event: str, **fields: object) -> None:
+        """Write a line, with those fields that are not None; it never waits, and never raises."""
+        if self._path is None:
+            return
+        now, left_out = self._clock(), 0
+        if now - self._begun.get(event, -60.0) >= 60:
+            left_out = max(0, self._counts.get(event, 0) - self.LINES)
+            self._begun[event], self._counts[event] = now, 0
+        self._counts[event] += 1
+        if self._counts[event] <= self.LINES:
+            self._submit(event, fields | {"left_out": left_out or None})
+
+    def close(self) -> None:
+        """Write what is left, with the numbers of lines that were left out."""
+        for event, count in self._counts.items():
+            if count > self.LINES:
+                self._submit(event, {"left_out": count - self.LINES})
+        self._worker.shutdown()
+
+    def _submit(self, event: str, fields: dict[str, object]) -> None:
+        line: dict[str, object] = {"time": _utc(time.time()), "event": event}
+        for name, value in fields.items():
+            if value is not None:
+                line[name] = value[: self.LONGEST] if isinstance(value, str) else value
+        self._worker.submit(self._write, json.dumps(line) + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._append(text)
+        except OSError as error:
+            if not self._has_failed:
+                logging.getLogger(__name__).error("longctx: the audit log can't be written: %s", error.strerror)
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    def _append(self, text: str) -> None:
+        assert self._path is not None
+        if str(self._path) == "-":
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with open(os.open(self._path, flags, 0o600), "a", encoding="ascii") as file:
+            file.write(text)
 
 
 def _utc(seconds: float) -> str:

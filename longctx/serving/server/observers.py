@@ -12,7 +12,7 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import logs, tracing
 from longctx.serving.server.kv_events import KvEvents
-from longctx.serving.server.kv_publisher import KvPublisher, is_public
+from longctx.serving.server.kv_publisher import KvPublisher
 from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.settings import ObserverSettings
 
@@ -32,7 +32,7 @@ class Observers:
     ) -> None:
         self.metrics = ServerMetrics(settings.metrics_prefix, thread, model_name)
         self.tracing: tracing.Tracing | None = None
-        self.kv_events: dict[str, str | None] | None = None  # where they are published
+        self.kv_events: dict[str, str | bool | None] | None = None  # where they are published
         self._worker = ThreadPoolExecutor(1, "longctx-observers")
         with contextlib.ExitStack() as closings:  # events end first, then the worker, then what it writes to
             notes: list[Callable[[Output, Request], object]] = []
@@ -58,17 +58,21 @@ class Observers:
     def _publish_kv_events(
         self, thread: EngineThread, settings: ObserverSettings, endpoint: str, closings: contextlib.ExitStack
     ) -> None:
-        publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic)
+        publisher = KvPublisher(
+            endpoint,
+            settings.kv_events_replay,
+            settings.kv_events_topic,
+            settings.kv_events_secret,
+            settings.kv_events_plain,
+        )
         closings.callback(publisher.close)
-        closings.callback(KvEvents(thread, publisher.publish).close)
+        closings.callback(KvEvents(thread, publisher.publish, settings.kv_events_tokens).close)
         self.kv_events = {
             "endpoint": publisher.endpoint,
             "replay": publisher.replay_endpoint,
             "topic": settings.kv_events_topic,
+            "is_encrypted": publisher.is_encrypted,
         }
-        for address in (publisher.endpoint, publisher.replay_endpoint or ""):
-            if is_public(address):
-                logger.warning("whoever reaches %s reads prompts: it is open to other hosts", address)
 
     def _hand_on(self, thread: EngineThread, note: Callable[[Output, Request], object]) -> None:
         """Note what ends in a thread of its own: writing a line may take long."""

@@ -46,9 +46,9 @@ class PageFeed(ABC):
     def __init__(self, interval: float = INTERVAL) -> None:
         self._interval = interval
         self._lock = threading.Lock()  # held for a few list operations only
-        self._outputs: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
+        self._outputs: deque[tuple[int, Output, str]] = deque(maxlen=OUTPUTS_KEPT)  # with their tenants
         self._num_outputs = self._sent_output = 0
-        self._queues: set[asyncio.Queue[str]] = set()
+        self._queues: dict[asyncio.Queue[str], str | None] = {}  # of viewers, who see one tenant, or all
         self._task: asyncio.Task[None] | None = None
         self.num_viewers = 0
 
@@ -56,24 +56,29 @@ class PageFeed(ABC):
         """Observe a completion that has ended."""
         with self._lock:
             self._num_outputs += 1
-            self._outputs.append((self._num_outputs, output))
+            self._outputs.append((self._num_outputs, output, request.tenant))
 
-    async def messages(self) -> AsyncGenerator[str]:
+    async def messages(self, tenant: str | None = None) -> AsyncGenerator[str]:
         """Yield one message with the last steps and outputs, then each new one.
 
         The second may repeat some of the first: steps and outputs have numbers. Where nothing is new for long, an empty
         text comes.
+
+        Args:
+          tenant: whose requests the viewer sees, without any figures of others; None: all.
         """
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} pages watch this server already")
         self.num_viewers += 1
         queue = asyncio.Queue[str](BUFFERED)
-        self._queues.add(queue)
+        self._queues[queue] = tenant
         try:
             if self._task is None:
                 self._message(is_first=False)  # the first message has all that is there
                 self._task = asyncio.create_task(self._publish())
-            yield str(self._message(is_first=True))
+            first = self._message(is_first=True)
+            assert first is not None
+            yield _text(first, tenant)
             while True:
                 message = ""
                 with contextlib.suppress(TimeoutError):
@@ -81,7 +86,7 @@ class PageFeed(ABC):
                         message = await queue.get()
                 yield message
         finally:
-            self._queues.remove(queue)
+            del self._queues[queue]
             self.num_viewers -= 1
             if self.num_viewers == 0 and self._task is not None:
                 self._task.cancel()
@@ -92,22 +97,26 @@ class PageFeed(ABC):
             await asyncio.sleep(self._interval)
             message = self._message(is_first=False)
             if message is not None:
-                for queue in self._queues:
+                texts = {tenant: _text(message, tenant) for tenant in set(self._queues.values())}
+                for queue, tenant in self._queues.items():
                     if queue.full():
                         queue.get_nowait()
-                    queue.put_nowait(message)
+                    queue.put_nowait(texts[tenant])
 
     @abstractmethod
-    def _message(self, is_first: bool) -> str | None:
-        """Return all that is kept, for a new viewer; or what is new since the last such call, None if nothing is."""
+    def _message(self, is_first: bool) -> dict[str, Any] | None:
+        """Return all that is kept, for a new viewer; or what is new since the last such call, None if nothing is.
 
-    def _ended(self, is_first: bool) -> list[dict[str, Any]]:
-        """Return the completions of a message."""
+        Prompts that are read and completions that have ended stand in pairs with their tenants.
+        """
+
+    def _ended(self, is_first: bool) -> list[tuple[str, dict[str, Any]]]:
+        """Return the completions of a message, with their tenants."""
         with self._lock:
             after = 0 if is_first else self._sent_output
             if not is_first:
                 self._sent_output = self._num_outputs
-            return [describe_output(number, output) for number, output in self._outputs if number > after]
+            return [(own, describe_output(number, output)) for number, output, own in self._outputs if number > after]
 
 
 class EngineFeed(PageFeed):
@@ -126,7 +135,7 @@ class EngineFeed(PageFeed):
         with self._lock:
             self._steps.append((step, load))
 
-    def _message(self, is_first: bool) -> str | None:
+    def _message(self, is_first: bool) -> dict[str, Any] | None:
         load, ended = self._thread.load, self._ended(is_first)
         with self._lock:
             steps = [each for each in self._steps if is_first or each[0].number > self._sent_step]
@@ -137,19 +146,16 @@ class EngineFeed(PageFeed):
             if steps:
                 self._sent_step = steps[-1][0].number
         num_steps = STEPS_KEPT if is_first else STEPS_SENT
-        return json.dumps(
-            {
-                "load": _load(load),
-                "steps": [_step(*each) for each in steps[-num_steps:]],
-                "skipped": max(0, len(steps) - num_steps),
-                "reading": self._progress(steps),
-                "ended": ended,
-            },
-            separators=(",", ":"),
-        )
+        return {
+            "load": _load(load),
+            "steps": [_step(*each) for each in steps[-num_steps:]],
+            "skipped": max(0, len(steps) - num_steps),
+            "reading": self._progress(steps),
+            "ended": ended,
+        }
 
-    def _progress(self, steps: Iterable[tuple[StepMetrics, Load]]) -> list[tuple[str, int, int]]:
-        """Return (id, tokens done, tokens) of prompts that are being read."""
+    def _progress(self, steps: Iterable[tuple[StepMetrics, Load]]) -> list[tuple[str, tuple[str, int, int]]]:
+        """Return tenant and (id, tokens done, tokens) of prompts that are being read."""
         for step, _ in steps:
             for request_id, _, decodes in step.rows:
                 if not decodes and len(self._reading) < MAX_READING:
@@ -157,14 +163,27 @@ class EngineFeed(PageFeed):
         told = []
         for request_id in list(self._reading):
             try:
-                done, total = self._thread.engine.requests[request_id].progress
+                active = self._thread.engine.requests[request_id]
+                tenant, (done, total) = active.prepared.request.tenant, active.progress
             except KeyError:  # it has ended
-                done = total = 0
+                tenant, done, total = "", 0, 0
             if done < total:
-                told.append((short_id(request_id), done, total))
+                told.append((tenant, (short_id(request_id), done, total)))
             else:
                 del self._reading[request_id]
         return told
+
+
+def _text(message: dict[str, Any], tenant: str | None) -> str:
+    """Return a message as JSON, for a viewer who sees one tenant's requests; None: all of them."""
+    own: dict[str, Any] = {
+        name: [each for owner, each in message[name] if tenant in (None, owner)] for name in ("reading", "ended")
+    }
+    if tenant is not None:
+        hidden = dict.fromkeys(message["load"], 0) | {"time": message["load"]["time"], "held": [0]}
+        own |= {name: [] if isinstance(value, list) else {} for name, value in message.items() if name not in own}
+        own |= {"load": hidden, "skipped": 0}
+    return json.dumps(message | own, separators=(",", ":"))
 
 
 def _load(load: Load) -> dict[str, Any]:

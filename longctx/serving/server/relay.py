@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
+from longctx.serving.request.output import Event, FinishReason, Logprobs, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
 
 _MOST_LINE = 2**28  # bytes: log probabilities of a long prompt are one line
@@ -40,7 +40,8 @@ class EventLine(msgspec.Struct, array_like=True, frozen=True):
         output = event.output
         end = None
         if output is not None:
-            end = End(output.finish_reason, output.error, output.prompt_logprobs, output.metrics.cached_tokens)
+            of_prompt = None if output.prompt_logprobs is None else list(output.prompt_logprobs)
+            end = End(output.finish_reason, output.error, of_prompt, output.metrics.cached_tokens)
         return cls(event.index, event.token_ids, event.text, event.logprobs, end)
 
 
@@ -94,8 +95,8 @@ class RelayedOutputs:
                 "",
                 "moved",
                 Metrics(arrival, len(prepared.tokens)),
-                logprobs=None if sampling.logprobs is None else [],
-                prompt_logprobs=[] if sampling.prompt_logprobs is not None and index == 0 else None,
+                logprobs=None if sampling.logprobs is None else Logprobs(),
+                prompt_logprobs=Logprobs() if sampling.prompt_logprobs is not None and index == 0 else None,
                 seed=seed,
             )
             for index in range(sampling.n)
@@ -156,11 +157,11 @@ class RelayedOutputs:
             raise RelayBroken("it ends before it has repeated the tokens that it was given")
         output = self._outputs[index]
         output.token_ids.extend(tokens)
-        if output.logprobs is not None:
+        if isinstance(output.logprobs, Logprobs):
             output.logprobs.extend(entry.logprobs)
         if end is not None:
-            if output.prompt_logprobs is not None and end.prompt_logprobs is not None:
-                output.prompt_logprobs[:] = end.prompt_logprobs
+            if isinstance(output.prompt_logprobs, Logprobs):
+                output.prompt_logprobs.extend((end.prompt_logprobs or [])[len(output.prompt_logprobs) :])
             return dataclasses.replace(
                 self.end(index, end.reason, now, tokens=tokens, text=entry.text), logprobs=entry.logprobs
             )

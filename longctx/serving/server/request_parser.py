@@ -1,7 +1,8 @@
 """Parser of requests: makes the engine's requests of the bodies that clients send."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -10,12 +11,13 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from longctx.models.chat_template import PLAIN_STOP, ChatTemplate, has_template
-from longctx.models.tokenizer import HFTokenizer, TokenBytes, Tokenizer
+from longctx.models.plain_text import PlainTextEncoder
+from longctx.models.tokenizer import HFTokenizer, TokenBytes, Tokenizer, utf8_bytes
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.server.errors import ApiError, not_servable, not_valid
+from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.schemas import (
     CacheBody,
     ChatBody,
@@ -34,7 +36,10 @@ Kind = Literal["completions", "chat", "tokenize", "detokenize", "cache"]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _NO_TARGET = 1e9  # seconds
-_RESERVED = frozenset({"messages", "add_generation_prompt", "special_tokens"})
+# What requests are refused by name for, or a template gets from its tokenizer.
+_RESERVED = frozenset({"messages", "add_generation_prompt", "special_tokens", "tools", "functions", "chat_template"})
+_RESERVED_END = "_token"  # of the names of special tokens
+_TYPICAL = 8  # characters of a token that few texts have in the mean
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,37 @@ class ChatFormat:
         """Return the texts that end an answer."""
         return () if self.has_template else PLAIN_STOP
 
-    def tokens(self, fields: ChatFields) -> np.ndarray:
-        """Return the prompt of a chat, int32 `[T]`; a template's text has its special tokens already."""
+    @functools.cached_property
+    def encoder(self) -> PlainTextEncoder:
+        """Encoder of clients' texts, and of chats."""
+        return PlainTextEncoder(self.tokenizer)
+
+    def tokens(self, fields: ChatFields, check: Callable[[str], object]) -> np.ndarray:
+        """Return the prompt of a chat, int32 `[T]`; its special tokens are those of the template, and of no message.
+
+        `check` is called with its text before that is tokenised.
+        """
         variables = dict(fields.chat_template_kwargs or {})
-        reserved = _RESERVED & set(variables)
+        reserved = sorted(x for x in variables if x in _RESERVED or x.endswith(_RESERVED_END))
         if reserved:
-            raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(reserved))}")
+            raise ValueError(f"chat_template_kwargs must not have {', '.join(reserved)[:200]}")
         asks = fields.add_generation_prompt is not False
         if not self.has_template:
             text = _render_plainly(fields.messages, asks)
-        else:
-            messages = [_to_template(message) for message in fields.messages]
+            check(text)
+            return np.array(self.encoder.encode(text), np.int32)
+
+        def render(messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
             if self.template is None:
                 text = self.tokenizer.apply_chat_template(messages, asks, **variables)
             else:
                 special = self.tokenizer.special_tokens if isinstance(self.tokenizer, HFTokenizer) else {}
                 text = self.template.render(messages, asks, special, **variables)
-        return np.array(self.tokenizer.encode(text, add_special_tokens=not self.has_template), np.int32)
+            check(text)
+            return text
+
+        messages = [_to_template(message) for message in fields.messages]
+        return np.array(self.encoder.encode_chat(render, messages, variables), np.int32)
 
 
 def _to_template(message: Message) -> dict[str, str]:
@@ -173,7 +192,8 @@ class RequestParser:
         self._input_processor, self.chat_format, self.tokenizer = input_processor, chat_format, chat_format.tokenizer
         self.names, self.max_length, self.vocab_size = names, max_length, vocab_size
         self._settings = dataclasses.replace(settings, api_keys=(), admin_keys=())
-        self._max_choices, self._has_sessions = config.max_running, config.prefix_cache
+        self._has_sessions = config.prefix_cache
+        self._longest_token = chat_format.encoder.longest_token  # found out before it travels
         least = tpot if settings.min_tpot is None else settings.min_tpot
         self._min_tpot = _NO_TARGET if least is None else least
 
@@ -188,7 +208,7 @@ class RequestParser:
             raise ApiError(400, message, "prompt")
         more = {} if not fields.echo else {"prompt_logprobs": fields.logprobs}
         special = fields.add_special_tokens is not False and before is None
-        tokens = [self._encode(prompt, special) for prompt in prompts]
+        tokens = [self._encode(prompt, special, fields.parse_special) for prompt in prompts]
         if before is not None:
             if before.tokens is None or fields.echo:
                 wrong = "echo must be false" if fields.echo else "cache_id must be a cache of a prompt, not of messages"
@@ -212,7 +232,7 @@ class RequestParser:
             if before.messages is None:
                 raise ApiError(400, "cache_id must be a cache of messages, for a chat, not of a prompt", "cache_id")
             fields = fields.model_copy(update={"messages": [*before.messages, *fields.messages]})
-        tokens = self.chat_format.tokens(fields)
+        tokens = self._chat_tokens(fields)
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         max_tokens = self._max_tokens(wanted, self._settings.default_max_tokens, len(tokens))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -229,10 +249,10 @@ class RequestParser:
         fields = parse_fields(CacheBody, body)
         self._check_model(fields.model)
         if fields.messages is not None:
-            tokens = self.chat_format.tokens(ChatFields(messages=fields.messages, add_generation_prompt=False))
+            tokens = self._chat_tokens(ChatFields(messages=fields.messages, add_generation_prompt=False))
         else:
             assert fields.prompt is not None
-            tokens = self._encode(fields.prompt, fields.add_special_tokens is not False)
+            tokens = self._encode(fields.prompt, fields.add_special_tokens is not False, fields.parse_special)
         prompt: Any = tokens
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         request = Request(prompt, sampling, origin.request_id, tenant=origin.tenant, priority=-1)
@@ -244,25 +264,58 @@ class RequestParser:
         fields = parse_fields(TokenizeBody, body)
         if fields.messages is not None:
             chat = ChatFields(messages=fields.messages, add_generation_prompt=fields.add_generation_prompt)
-            tokens = self.chat_format.tokens(chat).tolist()
+            tokens = self._chat_tokens(chat).tolist()
         else:
-            tokens = self.tokenizer.encode(fields.prompt or "", fields.add_special_tokens is not False)
+            special = fields.add_special_tokens is not False
+            tokens = self._encode(fields.prompt or "", special, fields.parse_special).tolist()
         names = TokenBytes(self.tokenizer)
         return tokens, [token_text(names.of(token)) for token in tokens] if fields.return_token_strs else None
 
     def detokenize(self, body: bytes, origin: Origin) -> str:
         """Parse a body of `/detokenize`: return the text."""
         tokens = parse_fields(DetokenizeBody, body).tokens
+        if len(tokens) > self.max_length:
+            raise self._too_long("tokens", f"{len(tokens):,}")
         if tokens and max(tokens) >= self.vocab_size:
             raise ApiError(400, f"tokens must be below {self.vocab_size}, got {max(tokens)}", "tokens")
         return self.tokenizer.decode(tokens)
 
     def _check_model(self, name: str | None) -> None:
         if name and name not in self.names:
-            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+            raise no_such_model(name)
 
-    def _encode(self, prompt: str | Sequence[int], special: bool) -> np.ndarray:
-        return np.array(self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt, np.int32)
+    def _encode(self, prompt: str | Sequence[int], special: bool, parses_special: bool | None) -> np.ndarray:
+        """Return the tokens of a prompt, int32 `[T]`; raise ApiError if it is longer than the longest sequence."""
+        if not isinstance(prompt, str):
+            if len(prompt) > self.max_length:
+                raise self._too_long("prompt", f"{len(prompt):,}")
+            return np.array(prompt, np.int32)
+        encode = self.tokenizer.encode if parses_special else self.chat_format.encoder.encode
+        self._check_size("prompt", len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
+        self._check_head("prompt", prompt)
+        return np.array(encode(prompt, special), np.int32)
+
+    def _chat_tokens(self, fields: ChatFields) -> np.ndarray:
+        """Return the tokens of a chat, int32 `[T]`; raise ApiError if it is far longer than the longest sequence."""
+        self._check_size("messages", sum(len(message.text) for message in fields.messages))
+        return self.chat_format.tokens(fields, lambda text: self._check_head("messages", text))
+
+    def _check_head(self, name: str, text: str) -> None:
+        """Raise ApiError if the beginning of a text is too long already: tokenising takes a second a MiB."""
+        head = text[: _TYPICAL * self.max_length]
+        # The cut may split a word into more tokens than it has.
+        most = self.max_length + self.max_length // 8
+        if len(text) > len(head) and len(self.tokenizer.encode(head, add_special_tokens=False)) > most:
+            raise self._too_long(name, "more")
+
+    def _check_size(self, name: str, size: int) -> None:
+        """Raise ApiError if a text of `size` bytes has more tokens than the longest sequence, whatever they are."""
+        if self._longest_token is not None and size > self._longest_token * self.max_length:
+            raise self._too_long(name, f"{-(-size // self._longest_token):,} or more")
+
+    def _too_long(self, name: str, count: str) -> ApiError:
+        message = f"{name} must have at most {self.max_length:,} tokens, those of the longest sequence, and has {count}"
+        return ApiError(400, message, name, "context_length_exceeded")
 
     def _max_tokens(self, wanted: int | None, default: int, num_prompt: int) -> int:
         """Return what is asked for; by default as much as there is room for, which the engine checks."""
@@ -277,9 +330,8 @@ class RequestParser:
         origin: Origin,
         texts: list[str],
     ) -> ParsedCall:
+        self._input_processor.check_choices(fields.num_choices)  # greedy ones are one for the engine
         copies = fields.num_choices if fields.is_greedy else 1
-        if copies > self._max_choices:  # of sampled ones, the engine checks how many there are
-            raise ApiError(400, f"n must be at most {self._max_choices}, got {copies}", "n")
         requests = []
         for number, (ids, sampling) in enumerate(zip(tokens, samplings, strict=True)):
             request = self._request(fields, ids, sampling, origin, None if len(tokens) == 1 else number)

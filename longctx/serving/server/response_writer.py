@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from msgspec import UNSET, Struct, UnsetType, json
+from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
-from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
+from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
 from longctx.serving.server.request_parser import ParsedCall, token_text
 from longctx.serving.server.schemas import ChatBody, CompletionBody
 
@@ -73,7 +73,7 @@ class Choice(Struct):
     text: str | UnsetType = UNSET
     message: Message | UnsetType = UNSET
     delta: Message | UnsetType = UNSET
-    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    logprobs: CompletionLogprobs | ChatLogprobs | Raw | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -104,6 +104,24 @@ def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iter
     return ChatLogprobs(content)
 
 
+_WRITTEN = 256  # tokens that are Python's objects at a time, which take ten times the memory of their JSON
+
+
+def whole_chat_logprobs(token_bytes: TokenBytes, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Raw:
+    """Return the log probabilities of a whole answer, as JSON."""
+    parts = [
+        encode(chat_logprobs(token_bytes, tokens[at : at + _WRITTEN], logprobs[at : at + _WRITTEN]).content)[1:-1]
+        for at in range(0, len(tokens), _WRITTEN)
+    ]
+    return Raw(b"".join([b'{"content":[', *_separated(parts), b"]}"]))
+
+
+def _separated(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a JSON list with commas between them."""
+    for number, part in enumerate(parts):
+        yield from (b",", part) if number else (part,)
+
+
 class LogprobLists:
     """Writes the lists of `/v1/completions`, piece by piece; `text_offset` counts characters of the choice's text."""
 
@@ -127,6 +145,22 @@ class LogprobLists:
             top = {token_text(self._bytes.of(other)): max(value, _LEAST) for other, value in logprob.top}
             lists.top_logprobs.append({name: max(logprob.logprob, _LEAST)} | top if top else {})
         return lists
+
+    def write_whole(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], num_without: int = 0) -> Raw:
+        """Return the lists of a whole answer, as JSON; its first tokens have no log probabilities."""
+        names = CompletionLogprobs.__struct_fields__
+        parts: list[list[bytes]] = [[] for _ in names]
+        for at in range(0, len(tokens), _WRITTEN):
+            end = at + _WRITTEN
+            known = logprobs[max(at - num_without, 0) : max(end - num_without, 0)]
+            unknown = [None] * min(max(num_without - at, 0), len(tokens) - at, _WRITTEN)
+            lists = self.write(tokens[at:end], [*unknown, *known])
+            for part, name in zip(parts, names, strict=True):
+                part.append(encode(getattr(lists, name))[1:-1])
+        pieces: list[bytes] = []
+        for name, part in zip(names, parts, strict=True):
+            pieces += [b',"' if pieces else b'{"', name.encode(), b'":[', *_separated(part), b"]"]
+        return Raw(b"".join([*pieces, b"}"]))
 
 
 class ResponseWriter(ABC):
@@ -232,7 +266,9 @@ class ChatWriter(ResponseWriter):
         self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
 
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
-        logprobs = self._logprobs(output.token_ids, output.logprobs or ())
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = whole_chat_logprobs(self._bytes, output.token_ids, output.logprobs or ())
         tokens = output.token_ids if self._gives_tokens else UNSET
         message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
         return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
@@ -260,7 +296,7 @@ class CompletionWriter(ResponseWriter):
         super().__init__(call, call_id, model, token_bytes)
         body = cast(CompletionBody, call.body)
         self._echoes, self._has_logprobs, self._keeps = bool(body.echo), body.logprobs is not None, body.max_tokens != 0
-        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         self._lists: dict[int, LogprobLists] = {}
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
@@ -280,17 +316,18 @@ class CompletionWriter(ResponseWriter):
         logprobs = self._whole_logprobs(number, output)
         return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given, prompt_token_ids=prompt)
 
-    def _whole_logprobs(self, number: int, output: Output) -> CompletionLogprobs | None:
+    def _whole_logprobs(self, number: int, output: Output) -> Raw | None:
         if not self._has_logprobs:
             return None
-        tokens, logprobs = list(self._kept(output.token_ids)), list(self._kept(output.logprobs or []))
+        tokens, logprobs = self._kept(output.token_ids), self._kept(output.logprobs or [])
         if not self._echoes:
-            return LogprobLists(self._bytes).write(tokens, logprobs)
+            return LogprobLists(self._bytes).write_whole(tokens, logprobs)
         prompt = self._call.requests[number].tokens.tolist()
-        of_prompt: list[TokenLogprob | None] = [None, *self._prompt_logprobs[number]]
         # The text leaves out what its tokens begin with, such as <bos>.
         left_out = len(b"".join(map(self._bytes.of, prompt)).decode(errors="replace")) - len(self._call.texts[number])
-        return LogprobLists(self._bytes, -left_out).write([*prompt, *tokens], [*of_prompt, *logprobs])
+        known = Logprobs(self._prompt_logprobs[number])
+        known.extend(logprobs)
+        return LogprobLists(self._bytes, -left_out).write_whole([*prompt, *tokens], known, 1)
 
     def _first(self, choice: int, number: int) -> Choice | None:
         return Choice(choice, self._call.texts[number]) if self._echoes else None

@@ -78,7 +78,7 @@ class ResponseFormat(Body):
     @classmethod
     def _is_text(cls, value: str) -> str:
         if value != "text":
-            raise ValueError(f"response_format must be of type text, got {value!r}")
+            raise ValueError(f"response_format must be of type text, got {value[:40]!r}")
         return value
 
 
@@ -89,11 +89,13 @@ class PagePrefix(Body):
       url: of its HTTP.
       tokens: how many; None: all full pages before the prompt's last token.
       seconds: predicted until it has read them; None: unknown.
+      grant: see `Prefill`.
     """
 
     url: Annotated[str, Field(max_length=2048)]
     tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    grant: Annotated[str, Field(max_length=4096)] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -107,11 +109,13 @@ class Prefill(Body):
       url: of that server; None: this one.
       prefix: the source of the first pages; None: the server that reads the prompt has or computes them.
       seconds: predicted until it has been read; None: unknown.
+      grant: opens that server for the tenant of the request, see `make_grant`. None: the key of this request does.
     """
 
     url: Annotated[str, Field(max_length=2048)] | None = None
     prefix: PagePrefix | None = None
     seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    grant: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class TransferParams(Body):
@@ -119,6 +123,7 @@ class TransferParams(Body):
 
     Attributes:
       remote_followers: `host:port` where the other processes of that engine send their parts of the pages.
+      signature: by the secret of page keys, over where pages are fetched, and which.
       kv_dtype: of keys and values in the pages.
       prefix: from where the first pages of the prompt come.
       is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
@@ -130,6 +135,7 @@ class TransferParams(Body):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_followers: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=1023)] = []
+    signature: Annotated[str, Field(max_length=64)] | None = None
     lease: str | None = None
     fingerprint: str | None = None
     kv_dtype: Annotated[str, Field(max_length=40)] | None = None
@@ -250,13 +256,17 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0."""
+    """`prompt`: a text, token ids, or a list of either. With `echo`, `max_tokens` may be 0.
+
+    `parse_special`: names of special tokens in a text are these tokens, and not plain text.
+    """
 
     prompt: Prompt
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     best_of: Annotated[Any, refuse("best_of is not there: ask for n choices, and take the best")] = None
     suffix: Annotated[Any, refuse("suffix is not there: models continue a text")] = None
 
@@ -369,6 +379,7 @@ class _PromptOrMessages(Body):
     prompt: Any = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -80,7 +80,8 @@ class Server(Frontend):
         super().__init__(parser, settings)
         self.engine, self.instance = engine, secrets.token_hex(8)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
-        self.backend, self.max_waiting = self.thread, self.thread.control.limits.max_waiting
+        self.backend, limits = self.thread, self.thread.control.limits
+        self.max_waiting, self.max_logprob_bytes = limits.max_waiting, limits.max_logprob_bytes
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
         self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)

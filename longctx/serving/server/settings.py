@@ -1,38 +1,90 @@
 """Settings of a server: API keys, limits of clients, timeouts, and observers."""
 
+import hashlib
+import ipaddress
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from longctx.serving.validation import Count, Positive, Range, Seconds, check_fields, check_text
 
 LogFormat = Literal["text", "json"]
+Scope = Literal["generate", "metrics", "join", "migrate", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""Rights of a key: to use the model; to see figures of all tenants; to register as an instance of a cluster; to send
+requests of any tenant, as a cluster's router does; and all of these with administration."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[!-~]{8,512}")  # what a header can hold, without spaces
+_HASHED, _DIGEST = "sha256:", re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """API key with a name, which is the tenant of its requests. Only names are printed.
+    """API key with a name. Only names are printed.
+
+    Attributes:
+      name: no other key of a server has it.
+      key: the key itself, or `sha256:` and the hexadecimal digest of one that `hash_key` has hashed.
+      scopes: what it may do. None: what the place where it stands implies, `generate` or `admin`.
+      expires: seconds since 1970 from which on it opens nothing. None: it never expires.
+      requests, tokens: of its tenant in any 60 seconds, at most. None: as `ServerSettings` says.
+      tenant: of its requests. Empty: its name.
 
     Raises:
-      ValueError: a name or key that is too short or long, or has other characters than it may.
+      ValueError: a name or key that is too short or long, or has other characters than it may; an unknown scope.
     """
 
     name: str
     key: str = field(repr=False)
+    scopes: frozenset[Scope] | None = None
+    expires: float | None = None
+    requests: Positive | None = None
+    tokens: Positive | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"a key's name must be 1 to 64 letters, digits, '.', '_' or '-', got {self.name!r}")
+        if not (_NAME.fullmatch(self.name) and _NAME.fullmatch(self.tenant or self.name)):
+            raise ValueError("names of keys and tenants must be 1 to 64 letters, digits, '.', '_' or '-'")
         if not _KEY.fullmatch(self.key):
             raise ValueError(f"the key of {self.name} must be 8 to 512 visible ASCII characters")
+        if self.is_hashed and not _DIGEST.fullmatch(self.key.removeprefix(_HASHED)):
+            raise ValueError(f"the key of {self.name} must have 64 hexadecimal digits after {_HASHED}")
+        for scope in self.scopes or ():
+            if scope not in SCOPES:
+                raise ValueError(f"scopes of {self.name} must be of {', '.join(SCOPES)}, got {scope!r}")
+        if not self.tenant:
+            object.__setattr__(self, "tenant", self.name)
+        check_fields(self)
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether only the digest is known."""
+        return self.key.startswith(_HASHED)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key, 32 bytes."""
+        if self.is_hashed:
+            return bytes.fromhex(self.key.removeprefix(_HASHED))
+        return hashlib.sha256(self.key.encode()).digest()
+
+
+def hash_key(key: str) -> str:
+    """Return what stands for a key in a file of keys, so that who reads the file has no key.
+
+    It is a plain digest, which is enough for keys of 128 random bits and more, such as `longctx api-key` makes.
+    """
+    return _HASHED + hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
-    """Read keys from lines `KEY` or `NAME KEY`; empty lines and those with `#` in front are left out.
+    """Read keys from lines `KEY` or `NAME KEY [OPTION=VALUE ...]`; empty lines and those with `#` in front don't count.
+
+    Options are the other fields of `ApiKey`: `scopes=generate,metrics`, `expires=2027-01-31` (UTC, or with a time and
+    an offset, as ISO 8601 has them), `requests=60`, `tokens=100000`, `tenant=NAME`.
 
     Args:
       prefix: of the names of keys without one, which are numbered from 1.
@@ -45,14 +97,55 @@ def read_keys(lines: Iterable[str], prefix: str) -> tuple[ApiKey, ...]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 2:
-            raise ValueError(f"key {number} must be KEY or NAME KEY, and has {len(words)} words")
-        name = words[0] if len(words) == 2 else f"{prefix}-{number}"
-        keys.append(ApiKey(name, words[-1]))
+        name = words[0] if len(words) > 1 else f"{prefix}-{number}"
+        keys.append(ApiKey(name, words[min(1, len(words) - 1)], **_options(number, words[1:])))
     names = [key.name for key in keys]
     if len(set(names)) < len(names):
         raise ValueError(f"names of keys must be different, got {', '.join(names)}")
     return tuple(keys)
+
+
+def _options(line: int, words: Sequence[str]) -> dict[str, Any]:
+    """Read the options behind the key, the first of the words, which must be none itself."""
+    found: dict[str, Any] = {}
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        is_option = bool(value) and name in ("scopes", "expires", "requests", "tokens", "tenant")
+        if i == 0 and not is_option:
+            continue
+        if i == 0 or not is_option or name in found:
+            raise ValueError(
+                f"key {line} must be KEY or NAME KEY [OPTION=VALUE ...], each option once: scopes, expires, "
+                "requests, tokens or tenant"
+            )
+        if name == "scopes":
+            found[name] = frozenset(value.split(","))
+        elif name == "expires":
+            found[name] = _seconds(line, value)
+        elif name == "tenant":
+            found[name] = value
+        elif value.isdecimal() and len(value) < 16 and int(value) > 0:
+            found[name] = int(value)
+        else:
+            raise ValueError(f"key {line}: {name} must be an integer above 0")
+    return found
+
+
+def _seconds(line: int, text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"key {line}: expires must be as ISO 8601 has it, such as 2027-01-31T12:00:00Z") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's address, or its name, is of the host itself, so that no other one reaches it there."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 @dataclass(frozen=True)
@@ -60,14 +153,24 @@ class ServerSettings:
     """Settings of a server; durations are seconds.
 
     Attributes:
-      api_keys: keys of clients; their names are the tenants. None: every client may use the server, as tenant "".
-      admin_keys: needed for loads, profiles and aborts, where there are some.
+      api_keys: keys of clients, each of a tenant. None: every client may use the server, as tenant "".
+      admin_keys: needed for loads, profiles and aborts, where there are some. Without any keys, clients on this host
+        alone may do that.
       allow_hosts: name by which clients may reach the server (the header Host, without its port). So a page of another
         site, whose name is made to point here, finds nothing. Empty: any name.
       allow_origins: web page from another host that may use the server from a browser (CORS).
-      max_body_bytes: bytes of a request's body, at most.
+      requests_per_minute: requests of a tenant that begin in any 60 seconds, at most, where its key says no other
+        number. None: as many as there is room for.
+      tokens_per_minute: tokens of such requests, those of the prompt and those that the answer may have.
+      audit_log: file of administrative actions, refusals and failed authentication, a line of JSON each; `-` is
+        standard error. None: there is none.
+      max_body_bytes: bytes of a request's body, at most. None: 1 MiB, and 16 for each token of the longest sequence.
       max_header_bytes: bytes of a request's headers, at most.
-      header_timeout: seconds until a request's headers must be there.
+      max_connections: connections of clients, at most; no more than half of the descriptors that the process may have.
+        Beyond it, the one that has been idle longest makes room.
+      max_connections_by_address: connections of one IPv4 address, or one /64 network of IPv6, at most. None: half of
+        all.
+      header_timeout: seconds until a request's headers must be there, and a TLS handshake done.
       body_timeout: seconds until a request's body must be there.
       max_prompts: prompts of one request, at most.
       default_max_tokens: tokens of a chat's answer whose request doesn't say how many. It ends earlier where there is
@@ -93,8 +196,13 @@ class ServerSettings:
     admin_keys: tuple[ApiKey, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    max_body_bytes: Positive = 64 * 2**20
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    audit_log: Path | None = None
+    max_body_bytes: Positive | None = None
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
+    max_connections: Positive = 16_384
+    max_connections_by_address: Positive | None = None
     header_timeout: Seconds = 30.0
     body_timeout: Seconds = 60.0
     max_prompts: Positive = 1024
@@ -113,9 +221,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        keys = [key.key for key in (*self.api_keys, *self.admin_keys)]
-        if len(set(keys)) < len(keys):
+        digests = [key.digest for key in self.keys]
+        if len(set(digests)) < len(digests):
             raise ValueError("api_keys and admin_keys must be different keys, and one is there twice")
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All keys, with their scopes."""
+        places: tuple[tuple[tuple[ApiKey, ...], Scope], ...] = (self.api_keys, "generate"), (self.admin_keys, "admin")
+        return tuple(
+            key if key.scopes else replace(key, scopes=frozenset({scope})) for keys, scope in places for key in keys
+        )
 
 
 @dataclass(frozen=True)
@@ -124,9 +240,13 @@ class ObserverSettings:
 
     Attributes:
       metrics_prefix: prefix of the metrics that vLLM has too; vllm makes its dashboards work.
-      kv_events: endpoint of ZeroMQ where events of the cache, which show prompts, are published. None: nowhere.
+      kv_events: endpoint of ZeroMQ where events of the cache are published. None: nowhere. It is encrypted with
+        --kv-secret-file, and of this machine alone without.
       kv_events_replay: endpoint where missed events can be asked for.
       kv_events_topic: first frame of the events.
+      kv_events_tokens: send prompts' tokens in the events, for routers that hash them.
+      kv_events_plain: do not encrypt the events, for routers without the secret. All who reach the endpoint read them.
+      kv_events_secret: what publisher and readers share. None: they share none.
       log_format: log a line for each request that has ended, as text or JSON. None: only problems are logged.
       log_prompts: log prompts and answers too.
       otlp: address where OpenTelemetry spans are sent, such as http://localhost:4318/v1/traces. None: there are none.
@@ -139,6 +259,9 @@ class ObserverSettings:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
+    kv_events_tokens: bool = False
+    kv_events_plain: bool = False
+    kv_events_secret: str | None = field(default=None, repr=False)
     log_format: LogFormat | None = None
     log_prompts: bool = False
     otlp: str | None = None
@@ -146,8 +269,10 @@ class ObserverSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         check_prefix(self.metrics_prefix)
-        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
-            raise ValueError("kv_events_replay and kv_events_topic need kv_events")
+        if self.kv_events is None:
+            for name in ("replay", "topic", "tokens", "plain"):
+                if getattr(self, f"kv_events_{name}"):
+                    raise ValueError(f"kv_events_{name} needs kv_events")
         if self.log_prompts and self.log_format is None:
             raise ValueError("log_prompts needs log_format")
 

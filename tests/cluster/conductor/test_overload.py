@@ -317,6 +317,17 @@ def test_memory_is_awaited_until_enough_has_ended() -> None:
     assert rejected(conductor.assign(request("huge", (9, 12)), 2.0)).retry_after == inf
 
 
+def test_without_a_rule_a_request_waits_for_memory_as_long_as_it_takes() -> None:
+    parts = instance("p"), instance("d", "decode", decode_tokens=1000)
+    conductor = cluster(*parts, admission="none", decode_seconds=10.0)
+    conductor.assign(request("r", (0, 6)), 0.0)
+    waits = rejected(conductor.assign(request("big", (9, 6)), 2.0, waited=1e6))
+    assert (waits.bound, waits.is_deferred) == ("memory", True)
+    assert not rejected(conductor.assign(request("huge", (9, 12)), 2.0)).is_deferred  # it never fits
+    conductor.finished("r", 3.0)
+    assert not isinstance(conductor.assign(request("big", (9, 6)), 3.0), Rejection)
+
+
 def test_a_request_that_would_not_pass_alone_is_not_told_to_come_again() -> None:
     parts = (instance("p"), instance("d", "decode", decode_tokens=2000))
     for limits in ({"load_limit": 0.5}, {"decode_limit": 0.5}):

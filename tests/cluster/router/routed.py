@@ -24,17 +24,20 @@ from longctx.cluster.router.server import RouterServer, RouterSettings
 from longctx.models import load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
 
+assert CONFIG.hash_key is not None
+HASH = PageHash(CONFIG.hash_key, CONFIG.page_size)
 TEXT = "The pass key of lemon is 5312. The old road crossed the field behind the mill. "
 
 
 class Routed:
     """A running router, and clients of it."""
 
-    def __init__(self, http: HttpServer, server: RouterServer, port: int) -> None:
-        self.http, self.server, self.url = http, server, f"http://127.0.0.1:{port}"
+    def __init__(self, http: HttpServer, server: RouterServer, port: int, scheme: str = "http") -> None:
+        self.http, self.server, self.url = http, server, f"{scheme}://127.0.0.1:{port}"
         self.clients = contextlib.ExitStack()
 
     def client(self, **options: Any) -> httpx.Client:
@@ -49,6 +52,14 @@ class Routed:
     def instances(self) -> dict[str, dict[str, Any]]:
         with httpx.Client(base_url=self.url, timeout=10) as client:
             return {each["name"]: each for each in client.get("/cluster/instances").json()["instances"]}
+
+    def register(self, url: str, name: str | None = None, role: str = "both", **options: Any) -> httpx.Response:
+        """Register an instance as one that knows the secret."""
+        client, nonce = self.client(**options), "0" * 32
+        challenge = client.post("/cluster/challenge", json={"nonce": nonce}).json()["challenge"]
+        proof = HASH.sign("instance", nonce, challenge, url, name, role)
+        sent = {"url": url, "name": name, "role": role, "nonce": nonce, "challenge": challenge, "proof": proof}
+        return client.post("/cluster/register", json=sent)
 
     def wait_until(self, what: str, condition: Any, seconds: float = 20) -> None:
         end = time.monotonic() + seconds
@@ -90,10 +101,11 @@ def routed(
         router,
     )
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(server, app=make_router_app(server))
+    tls = None if router is None else router.tls
+    http = HttpServer(server, make_router_app(server), tls, needs_certificate=False)
     thread = threading.Thread(target=http.run, args=([listener],), name="router")
     thread.start()
-    running = Routed(http, server, listener.getsockname()[1])
+    running = Routed(http, server, listener.getsockname()[1], "http" if tls is None else "https")
     try:
         running.wait_until("the router listens", lambda: http.started)
         if is_ready:

@@ -1,8 +1,10 @@
 """What a cluster answers when it can't serve a request, and what else it is asked."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -43,6 +45,24 @@ def test_a_request_that_would_come_too_late_is_told_when(three: list[Served]) ->
         answer = post(router, body(), **{"x-llm-d-slo-ttft-ms": "1e6"})  # its own target counts
         assert answer.status_code == 200, answer.text
         router.wait_idle()
+
+
+def test_without_admission_a_request_waits_for_room(three: list[Served]) -> None:
+    with routed(members_of(three[:2], "pd")) as router, ThreadPoolExecutor(1) as pool:
+        decode = next(each for each in router.server.conductor.state.instances.values() if each.role == "decode")
+        decode.spec = dataclasses.replace(decode.spec, max_running=1)
+        with router.client().stream("POST", "/v1/completions", json=body(stream=True, max_tokens=400)) as stream:
+            assert stream.status_code == 200
+            lines = stream.iter_lines()  # which closes the stream when it is dropped
+            next(lines)
+            answer = pool.submit(post, router, body())
+            router.wait_until("it waits", lambda: router.server.cluster.num_requests == 2 or answer.done())
+            assert not answer.done(), answer.result().text
+            del lines
+        assert answer.result().status_code == 200, answer.result().text
+        router.wait_idle()
+    for each in three[:2]:
+        each.wait_idle()
 
 
 def test_a_rejection_after_prefill_is_an_answer_too(three: list[Served]) -> None:
@@ -174,7 +194,7 @@ def test_what_is_asked_of_a_server_is_answered(router: Routed) -> None:
 )
 def test_bad_commands_change_nothing(router: Routed, path: str, sent: dict[str, Any], status: int) -> None:
     before = router.instances().keys()
-    answer = router.client().post(f"/cluster/{path}", json=sent)
+    answer = router.register(**sent) if path == "register" else router.client().post(f"/cluster/{path}", json=sent)
     assert answer.status_code == status, answer.text
     assert router.instances().keys() == before
 
@@ -188,7 +208,7 @@ def test_administrators_alone_change_a_cluster(three: list[Served]) -> None:
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
             client = router.client(headers=headers)
             assert client.get("/cluster/instances").status_code == status
-            assert client.post("/cluster/register", json=register).status_code == status
+            assert router.register(**register, headers=headers).status_code == status
         router.wait_state("b0", "open")
         user = router.client(headers={"authorization": "Bearer " + "k" * 16})
         assert user.post("/v1/completions", json=body()).status_code == 200

@@ -159,7 +159,7 @@ def test_who_sends_what_cannot_be_is_excluded(three: list[Served]) -> None:
                 router.wait_state("liar", "excluded")
                 assert reason in router.instances()["liar"]["reason"]
                 # The request waits for somebody else.
-                client.post("/cluster/register", json={"url": real.url, "name": "real", "role": "both"})
+                router.register(real.url, "real")
                 answer = asked.result(30)
             assert answer.status_code == 200, answer.text
             found = answer.json()["choices"][0]
@@ -181,11 +181,11 @@ def test_who_does_not_repeat_what_it_was_given_is_excluded(
     three: list[Served], expected: list[Found], line: bytes, reason: str
 ) -> None:
     door = Door(three[0])
-    with Liar(three[1]) as liar, routed([Address("real", "both", door.url)]) as router, router.client() as client:
+    with Liar(three[1]) as liar, routed([Address("real", "both", door.url)]) as router, router.client():
         liar.lines = [line]
 
         def fail() -> None:
-            client.post("/cluster/register", json={"url": liar.url, "name": "liar"})
+            router.register(liar.url, "liar")
             router.wait_state("liar", "open")
             door.kill()
             router.wait_state("liar", "excluded")
@@ -205,13 +205,13 @@ def test_no_token_before_what_cannot_be_is_lost(three: list[Served]) -> None:
     sent = body(n=2, temperature=1.0, seed=3, max_tokens=8)
     there = choices([post(three[0], sent).json()])
     text, _, tokens = there[0]
-    with Liar(three[0]) as liar, routed([Address("liar", "both", liar.url)]) as router, router.client() as client:
+    with Liar(three[0]) as liar, routed([Address("liar", "both", liar.url)]) as router, router.client():
         first, second = [0, tokens[:1], text[:1], [], None], [1, [100_000], "x", [], None]
         liar.lines = [b"\n" + msgspec.json.encode([first, second]) + b"\n"]
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(lambda: choices(chunks(router.url, sent)))
             router.wait_state("liar", "excluded")
-            client.post("/cluster/register", json={"url": three[0].url, "name": "real"})
+            router.register(three[0].url, "real")
             assert asked.result(30) == there
         router.wait_idle()
 
@@ -241,7 +241,7 @@ ODD: list[tuple[dict[str, Any], str]] = [
 def test_instances_that_cannot_be_do_not_join(cluster: Routed, three: list[Served]) -> None:
     with Liar(three[1]) as liar, cluster.client() as client:
         liar.said = ODD[0][0]
-        client.post("/cluster/register", json={"url": liar.url, "name": "odd"})
+        cluster.register(liar.url, "odd")
         odd = cluster.server.instances.by_name["odd"]
         for said, reason in ODD:
             liar.said = said
@@ -266,7 +266,7 @@ def cluster(three: list[Served]) -> Any:
 def test_one_that_compiles_says_so(cluster: Routed, three: list[Served]) -> None:
     with Liar(three[1]) as liar, cluster.client() as client:
         liar.said, liar.ready = {"/ready": {"status": "the server is not ready yet"}}, 503
-        client.post("/cluster/register", json={"url": liar.url, "name": "slow"})
+        cluster.register(liar.url, "slow")
         cluster.wait_until(
             "it was asked", lambda: cluster.instances()["slow"]["reason"] != "it has not been reached yet"
         )
@@ -279,11 +279,11 @@ def test_one_that_compiles_says_so(cluster: Routed, three: list[Served]) -> None
 
 def test_one_that_hangs_is_noticed(three: list[Served], expected: list[Found]) -> None:
     door = Door(three[0])
-    with routed([Address("hangs", "both", door.url)]) as router, router.client() as client:
+    with routed([Address("hangs", "both", door.url)]) as router, router.client():
 
         def hang() -> None:
             door.stall(True)
-            client.post("/cluster/register", json={"url": three[1].url, "name": "other"})
+            router.register(three[1].url, "other")
 
         since = time.monotonic()
         assert choices(chunks(router.url, sent_of(0, "hung")), hang) == expected[0]
@@ -297,9 +297,7 @@ def test_one_that_hangs_is_noticed(three: list[Served], expected: list[Found]) -
 def test_an_instance_by_two_addresses_is_one(three: list[Served]) -> None:
     """Its memory would count twice."""
     with routed(members_of(three[:1])) as router:
-        known = router.client().post(
-            "/cluster/register", json={"url": Door(three[0]).url, "name": "twin", "role": "both"}
-        )
+        known = router.register(Door(three[0]).url, "twin")
         assert known.status_code == 200
         router.wait_state("twin", "excluded", 10)
         assert "it is b0 by another address" in router.instances()["twin"]["reason"]

@@ -15,8 +15,10 @@ from longctx.models.builtin import TINY
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.server.relay import EventLine, decode_events
 from longctx.serving.server.settings import ApiKey, ServerSettings
+from longctx.serving.server.tls import Tls
 
 NAME = "tiny"
 CONFIG = EngineConfig(
@@ -42,7 +44,7 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
 
 
 def make_transfers(engine: Engine, **options: Any) -> EngineTransfers:
-    own = {name: options.pop(name) for name in ("peers", "role") if name in options}
+    own = {name: options.pop(name) for name in ("peers", "role", "tls") if name in options}
     return EngineTransfers(EngineMessenger(engine, **options), **own)
 
 
@@ -52,13 +54,14 @@ def instance(
     role: Role = "both",
     keys: tuple[ApiKey, ...] = (),
     admin_keys: tuple[ApiKey, ...] = (),
+    tls: Tls | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
-    made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, **options)}
+    made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, tls=tls, **options)}
     made |= {"warm_up": lambda engine: None}
     settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admin_keys)
-    with served(engine, settings, names=(NAME,), **made) as running:
+    with served(engine, settings, names=(NAME,), tls=tls, **made) as running:
         yield running
 
 
@@ -87,6 +90,14 @@ def prefill(server: Served, sent: dict[str, Any], path: str = "completions") -> 
     assert answer.status_code == 200, answer.text
     moved: dict[str, Any] = answer.json()["kv_transfer_params"]
     return moved
+
+
+def signed(params: dict[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_params` as a server signs them that knows the secret of page keys."""
+    leases = [each["lease"] for each in params["handoff"]["completions"]]
+    said = params["remote_host"], params["remote_port"], params.get("remote_followers", []), leases
+    assert CONFIG.hash_key is not None
+    return params | {"signature": PageHash(CONFIG.hash_key, CONFIG.page_size).sign("pages", *said)}
 
 
 def apart(one: Served, other: Served, sent: dict[str, Any], path: str = "completions") -> dict[str, Any]:

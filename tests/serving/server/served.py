@@ -19,6 +19,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.server import Server
 from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.tls import Tls
 
 NAME = "letters"
 assert (LetterTokenizer.vocab_size, LetterTokenizer.eos_ids) == (VOCAB, (EOS,))
@@ -62,9 +63,9 @@ def fake_engine(num_pages: int = 400, **options: Any) -> Engine:
 class Served:
     """A running server, and clients of it."""
 
-    def __init__(self, http: HttpServer, thread: threading.Thread, port: int) -> None:
+    def __init__(self, http: HttpServer, thread: threading.Thread, port: int, scheme: str = "http") -> None:
         self.http, self.server, self.thread, self.port = http, http.server, thread, port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{scheme}://127.0.0.1:{port}"
         self.clients = contextlib.ExitStack()
 
     @property
@@ -105,16 +106,17 @@ def served(
     limits: AdmissionLimits | None = None,
     names: tuple[str, ...] = (NAME,),
     is_ready: bool = True,
+    tls: Tls | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """Serve an engine on a free port; at the end nothing is left of it."""
     settings = settings or ServerSettings(prepare_processes=0)
     server = Server(engine, names, settings, limits, **options)
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(server)
+    http = HttpServer(server, tls=tls)
     thread = threading.Thread(target=http.run, args=([listener],), name="http")
     thread.start()
-    running = Served(http, thread, listener.getsockname()[1])
+    running = Served(http, thread, listener.getsockname()[1], "http" if tls is None else "https")
     try:
         running.wait_until("the server listens", lambda: http.started)
         if is_ready:

@@ -1,5 +1,6 @@
 """Prefill and decode apart, over HTTP as routers drive it: answers are those of one server."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ from disaggregated import (
     release_leases,
     resume,
     resumed,
+    signed,
     streamed,
     tokens_of,
     transfers_of,
@@ -134,25 +136,53 @@ def test_what_a_role_does_not_do_is_refused(coupled: Served, pipeline: Served, w
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
     refused = post(wide, sent | {"kv_transfer_params": {"do_remote_decode": True}})
     assert refused.status_code == 400
-    for wrong in ({"handoff": None}, {"remote_host": "a b"}, {"remote_port": 0}, {"handoff": {"seed": 0}}):
+    for wrong in ({"handoff": None}, {"handoff": {"seed": 0}}):
         assert post(wide, sent | {"kv_transfer_params": params | wrong}).status_code == 400
+    for wrong in ({"remote_host": "a b"}, {"remote_port": 0}):
+        assert post(wide, sent | {"kv_transfer_params": signed(params | wrong)}).status_code == 400
     for host in ("192.0.2.7", "127.0.0.2", "0.0.0.0"):  # the whole of 127.0.0.0/8 is of this machine
         for where in ({"remote_host": host}, {"remote_followers": [f"{host}:7000"]}):
-            assert post(wide, sent | {"kv_transfer_params": params | where}).status_code == 403
+            refused = post(wide, sent | {"kv_transfer_params": signed(params | where)})
+            assert (refused.status_code, "--kv-peer" in refused.json()["error"]["message"]) == (403, True)
     for wrong in (["127.0.0.1"], ["a b:1"], ["127.0.0.1:0"], [7], "127.0.0.1:7000"):
-        assert post(wide, sent | {"kv_transfer_params": params | {"remote_followers": wrong}}).status_code == 400
+        assert (
+            post(wide, sent | {"kv_transfer_params": signed(params | {"remote_followers": wrong})}).status_code == 400
+        )
     # What is refused, or has no page to fetch, connects to nobody.
     before = set(transfers_of(wide).receiver.known)
     progress = {"lease": "0" * 32, "length": 0, "tokens": []}
     for port, completions in ((7, [progress] * 2), (8, [progress]), (9, [progress | {"length": 10**6}])):
         handoff = {"seed": 0, "completions": completions}
-        post(wide, sent | {"kv_transfer_params": params | {"remote_port": port, "handoff": handoff}})
+        post(wide, sent | {"kv_transfer_params": signed(params | {"remote_port": port, "handoff": handoff})})
     nothing_is_left(wide)
     assert transfers_of(wide).receiver.known == before
     alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
     # Ordinary requests are served, whatever the role.
     for server in (pipeline, wide):
         alike(post(server, sent).json(), post(coupled, sent).json())
+
+
+def test_clients_do_not_choose_where_the_server_connects(pipeline: Served, wide: Served) -> None:
+    """With `do_remote_prefill` it connected to a port of its own host, and waited there."""
+    sent = body()
+    params = prefill(pipeline, sent)
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        mine.settimeout(0.5)
+        port = mine.getsockname()[1]
+        lease = {"lease": "0" * 32, "length": 8, "tokens": [5]}
+        for wrong in (
+            {"remote_port": port},
+            {"remote_followers": [f"127.0.0.1:{port}"]},
+            {"handoff": params["handoff"] | {"completions": [lease]}},
+            {"signature": None},
+            {"signature": "0" * 64},
+        ):
+            refused = post(wide, sent | {"kv_transfer_params": params | wrong})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_signed")
+        with pytest.raises(TimeoutError):
+            mine.accept()
+    assert post(wide, sent | {"kv_transfer_params": params}).status_code == 200
+    nothing_is_left(pipeline, wide)
 
 
 def test_a_request_that_would_make_others_slow_goes_back(coupled: Served) -> None:
@@ -198,7 +228,7 @@ def test_a_peer_that_lies_about_what_it_has_costs_time_only(coupled: Served, wid
         "another's lease": {"lease": other["handoff"]["completions"][0]["lease"]},
     }
     progress |= changes[lie]
-    alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
+    alike(post(wide, sent | {"kv_transfer_params": signed(params)}).json(), post(coupled, sent).json())
     came = wide.server.engine.executor.mover.stats.loaded_pages - loaded
     assert came == (full - 1 if lie == "a page shorter" else 0)
     release_leases(coupled)

@@ -255,7 +255,7 @@ def test_tenants_stay_apart_and_need_an_administrator(trio: list[Served]) -> Non
         ):
             asked = body(prompt_of(61)) | more
             assert httpx.post(f"{d.url}/v1/completions", json=asked, headers=headers).status_code == 403
-        for path in ("/drain", "/kv_swap", "/resume", "/load"):
+        for path in ("/drain", "/kv_swap", "/resume", "/loads"):
             assert httpx.post(f"{d.url}{path}", json={}, headers=ann).status_code == 403
         nothing_is_left(p, d)
 

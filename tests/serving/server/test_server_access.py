@@ -1,5 +1,6 @@
 """Who may do what: keys, administrators, other web pages; and how much anybody may send."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,10 @@ import openai
 import pytest
 from served import NAME, Served, fake_engine, served
 
+from longctx.cli import command_parser
+from longctx.cli.serve_settings import server_settings
+from longctx.serving.server.auth import AuthMiddleware, KeyRing
+from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.settings import ApiKey, ServerSettings, read_keys
 
 ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
@@ -76,8 +81,9 @@ def test_the_client_gets_an_authentication_error(guarded: Served) -> None:
     ],
 )
 def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: str, path: str) -> None:
-    assert client.request(method, path, headers=key(ALICE)).status_code == 403
+    is_own = path == "/load" or "abort" in path  # what is about one's own requests
     body = {"json": {"request_ids": []}} if method == "post" else {}
+    assert client.request(method, path, headers=key(ALICE), **body).status_code == (200 if is_own else 403)
     answer = client.request(method, path, headers=key(ADMIN), **body)
     assert answer.status_code == (403 if "profile" in path else 200)
     if "profile" in path:
@@ -89,7 +95,7 @@ CONTROL = ("/resume", "/drain", "/kv_swap", "/start_profile", "/stop_profile")
 
 def test_a_line_feed_at_the_end_of_a_path_opens_nothing(client: httpx.Client) -> None:
     """Routes match such a path."""
-    for method, path in [("get", "/load"), *(("post", path) for path in CONTROL)]:
+    for method, path in [("get", "/loads"), *(("post", path) for path in CONTROL)]:
         assert client.request(method, path + "%0A", headers=key(ALICE)).status_code in (403, 404), path
 
 
@@ -238,7 +244,15 @@ def test_files_of_keys_have_names_and_comments() -> None:
 
 
 @pytest.mark.parametrize(
-    "lines", [["a b c"], ["short"], ["n\u00e4me long-enough"], ["a long-enough", "a long-enough-2"]]
+    "lines",
+    [
+        ["a b c"],
+        ["long-enough scopes=metrics"],
+        ["long-enough! a"],
+        ["short"],
+        ["n\u00e4me long-enough"],
+        ["a long-enough", "a long-enough-2"],
+    ],
 )
 def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
     with pytest.raises(ValueError, match="key") as caught:
@@ -246,6 +260,70 @@ def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
     assert "long-enough" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *("scopes=all", "scopes=", "expires=soon", "requests=0", "requests=1.5", "tokens=-1", "tenant=a,b", "what=1"),
+        *("requests=1 requests=2", "more", "tokens=1 more"),
+    ],
+)
+def test_options_of_keys_are_checked(options: str) -> None:
+    with pytest.raises(ValueError, match=r"key 2|ann|names of keys") as caught:
+        read_keys(["first-key-1", f"ann long-enough {options}"], "api")
+    assert "long-enough" not in str(caught.value)
+
+
 def test_one_key_can_t_be_two_people_s() -> None:
     with pytest.raises(ValueError, match="different keys"):
         ServerSettings(api_keys=(ApiKey("a", "12345678"),), admin_keys=(ApiKey("b", "12345678"),))
+
+
+@pytest.mark.parametrize(
+    ("address", "headers", "is_admin"),
+    [
+        ("127.0.0.1", {"host": "localhost:8000"}, True),
+        ("127.0.0.9", {"host": "127.0.0.9"}, True),
+        ("::1", {"host": "[::1]:8000"}, True),
+        ("::ffff:127.0.0.1", {"host": "127.0.0.1"}, True),
+        ("192.0.2.7", {"host": "localhost"}, False),
+        ("::ffff:192.0.2.7", {"host": "localhost"}, False),
+        ("127.0.0.1", {"host": "evil.example"}, False),  # whose name was made to point here
+        ("127.0.0.1", {"host": "localhost", "x-forwarded-for": "192.0.2.7"}, False),  # of a proxy on this host
+        (None, {"host": "localhost"}, False),
+    ],
+)
+def test_without_keys_clients_on_the_host_alone_are_administrators(
+    address: str | None, headers: dict[str, str], is_admin: bool
+) -> None:
+    async def ask(path: str) -> tuple[list[bool], int | None]:
+        asked, statuses = list[bool](), list[int]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(scope["state"]["client"].is_admin)
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "method": "POST", "headers": sent, "client": address and (address, 1)}
+        await AuthMiddleware(app, ServerSettings(), KeyRing([]), AuditLog(None))(scope, None, send)  # type: ignore[arg-type]
+        return asked, statuses[0] if statuses else None
+
+    for path in ("/drain", "/resume", "/cluster/register", "/load", "/abort_requests"):
+        assert asyncio.run(ask(path)) == (([True], None) if is_admin else ([], 403)), path
+    assert asyncio.run(ask("/v1/completions")) == ([is_admin], None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "server.example"])
+def test_a_server_that_lets_others_in_needs_keys(host: str) -> None:
+    def settings(*flags: str) -> ServerSettings:
+        return server_settings(command_parser("serve").parse_args(["--host", host, *flags]))
+
+    for flags in ([], ["--admin-key", ADMIN], ["--allow-host", "server.example"]):
+        with pytest.raises(
+            ValueError, match=f"--host {host} lets other hosts in.*--api-key-file, or --allow-anonymous"
+        ):
+            settings(*flags)
+    assert settings("--allow-anonymous") == ServerSettings()
+    assert settings("--api-key", ALICE).api_keys
+    assert settings("--host", "127.0.0.2").allow_hosts == ("127.0.0.1", "localhost", "::1", "127.0.0.2")

@@ -30,6 +30,17 @@ def post(running: Served, fields: dict[str, Any], buffer: int | None = None) -> 
     return connection
 
 
+def half_closed(running: Served, request: bytes) -> bytes:
+    """What comes until the server closes the connection of a client that sends nothing after a request."""
+    with socket.create_connection(("127.0.0.1", running.port), 20) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
 def steps(running: Served) -> int:
     return running.server.engine.stats().steps
 
@@ -128,3 +139,42 @@ def test_an_aborted_request_ends_with_what_there_is(letters: Served) -> None:
     (answer,) = answers
     assert answer.headers["x-request-id"] == "mine"
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_nothing_more_gets_the_answer(letters: Served, stream: bool) -> None:
+    letters.executor.pause = 0.01
+    fields = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": stream}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    try:
+        received = half_closed(letters, f"{head}\r\n\r\n".encode() + body)
+    finally:
+        letters.executor.pause = 0.0
+    expected = TEXT.decode(expected_tokens(TEXT.encode(PROMPT), SamplingParams(max_tokens=40, ignore_eos=True)))
+    if stream:
+        assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert json.loads(received.rpartition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected
+    letters.wait_until("the connection is closed", lambda: not letters.http.server_state.connections)
+
+
+def test_who_sends_nothing_more_gets_quick_answers_and_none_to_half_a_request(letters: Served) -> None:
+    assert half_closed(letters, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").endswith(b'{"status":"ok"}')
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    assert half_closed(letters, head + b"{") == b""
+    assert half_closed(letters, b"GET /health HTTP/1.1\r\n") == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_nothing_more_and_leaves_later_frees_pages(letters: Served, stream: bool) -> None:
+    letters.executor.pause = 0.02
+    try:
+        with post(letters, {"stream": stream}) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            letters.wait_until("pages are held", lambda: letters.pages_held() > 0)
+            before = steps(letters)
+            letters.wait_until("it goes on", lambda: steps(letters) > before + 3)
+        letters.wait_until("the pages are back", lambda: letters.pages_held() == 0, 3)
+    finally:
+        letters.executor.pause = 0.0

@@ -78,6 +78,7 @@ def monitoring_router(server: Frontend) -> APIRouter:
         """End requests of the client's tenant: their answers have what there is, with `finish_reason` abort."""
         body, client = await server.bodies.fields(request, AbortBody), client_of(request)
         tenant = None if client.is_admin else client.tenant
+        client.subject = f"{len(body.request_ids)} requests"
         return JSONResponse({"aborted": [name for name in body.request_ids if server.abort(name, tenant)]})
 
     return router
@@ -90,11 +91,13 @@ def administration_router(server: Server) -> APIRouter:
 
     @router.get("/server_info")
     @router.get("/get_server_info")
-    async def server_info() -> JSONResponse:
-        """Return the engine's sizes and rules: no path, no key."""
+    async def server_info(request: Request) -> JSONResponse:
+        """Return the engine's sizes and rules: no path, no key; to routers also where KV events are."""
         info = _server_info(server)
         if server.transfers is not None:
-            info |= {"kv_transfer": server.transfers.info(), "kv_events": server.observers.kv_events}
+            info |= {"kv_transfer": server.transfers.info()}
+            if client_of(request).may("migrate"):
+                info |= {"kv_events": server.observers.kv_events}
         return JSONResponse(info)
 
     @router.get("/predictor")
@@ -109,8 +112,11 @@ def administration_router(server: Server) -> APIRouter:
         return JSONResponse({"predictor": found, **factors})
 
     @router.get("/load")
-    async def load() -> dict[str, Any]:
-        """Return how busy the server is: requests that have not ended, and more."""
+    async def load(request: Request) -> dict[str, Any]:
+        """Return how busy the server is; to clients without the scope `metrics` their own requests alone."""
+        client = client_of(request)
+        if not client.sees_all:
+            return own_load(server, client.tenant)
         found = _load(server)
         more = {"request_ids": server.request_ids, "draining": server.is_draining, "time": time.time()}
         return {"server_load": found["num_reqs"], **found, **more}
@@ -149,6 +155,18 @@ def administration_router(server: Server) -> APIRouter:
         return JSONResponse({"status": "stopped"})
 
     return router
+
+
+def own_load(server: Frontend, tenant: str) -> dict[str, Any]:
+    """Return the load that one tenant makes."""
+    calls = [call for call in server.calls.values() if call.call.requests[0].request.tenant == tenant]
+    return {
+        "server_load": len(calls),
+        "num_reqs": len(calls),
+        "request_ids": [call.shown_id for call in calls],
+        "draining": server.is_draining,
+        "time": time.time(),
+    }
 
 
 def _status(problem: str | None) -> Response:

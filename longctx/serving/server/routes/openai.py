@@ -4,17 +4,18 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from longctx.serving.request.output import Output
-from longctx.serving.server.auth import client_of
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
+from longctx.serving.server.preparer import unless_gone
 from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
 from longctx.serving.server.response_writer import ResponseWriter, encode, make_writer
 from longctx.serving.server.schemas import (
@@ -31,7 +32,6 @@ from longctx.serving.server.transfers import begin_transfer, response_params
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 _UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
-_GONE = 499  # of an answer that has no reader
 _LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
 
 
@@ -42,11 +42,11 @@ def openai_router(server: Frontend) -> APIRouter:
 
     async def prepare(request: Request, kind: Kind) -> Any:
         async with server.bodies.read(request) as body:
-            return await server.preparer.read(kind, body, origin_of(request))
+            return await unless_gone(request, server.preparer.read(kind, body, origin_of(request)))
 
     async def render(request: Request, kind: Kind) -> list[dict[str, Any]]:
         async with server.bodies.read(request) as body:
-            return _rendered(server, await server.read(kind, body, origin_of(request)))
+            return _rendered(server, await unless_gone(request, server.read(kind, body, origin_of(request))))
 
     def model(name: str) -> dict[str, Any]:
         return {
@@ -100,7 +100,7 @@ def openai_router(server: Frontend) -> APIRouter:
     async def model_named(name: str) -> dict[str, Any]:
         """Describe the model by one of its names."""
         if name not in server.model_names:
-            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+            raise no_such_model(name)
         return model(name)
 
     return router
@@ -115,8 +115,11 @@ def caches_router(server: Server) -> APIRouter:
         """Read a document when there is nothing more urgent, and keep its pages; it answers at once."""
         server.check_accepting()
         async with server.bodies.read(request) as body:
-            document: Document = await server.preparer.read("cache", body, origin_of(request))
-        return _json(server.caches.create(client_of(request).tenant, document))
+            reading = server.preparer.read("cache", body, origin_of(request))
+            document: Document = await unless_gone(request, reading)
+        client = client_of(request)
+        _charge(server, client, len(document.prepared.tokens))
+        return _json(server.caches.create(client.tenant, document))
 
     @router.get("/v1/caches")
     async def list_caches(request: Request) -> Response:
@@ -143,28 +146,51 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     client = client_of(request)
     call_id = client.request_id
     async with server.bodies.read(request) as body:
-        call = await server.read(kind, body, origin_of(request))
+        call = await unless_gone(request, server.read(kind, body, origin_of(request)))
     try:
-        call, received = begin_transfer(server.transfers, call, request.headers, client.is_admin)
+        call, received = begin_transfer(
+            server.transfers, call, request.headers, client.may("migrate") or client.is_granted
+        )
     except ApiError as error:
         server.count_refusal(error)
         raise
-    active = await server.start_call(call_id, client.shown_id, call, arrival, request.headers, received)
+    settle = _charge(server, client, sum(map(_most_tokens, call.requests)))
+    try:
+        active = await server.start_call(call_id, client.shown_id, call, arrival, request.headers, received)
+    except BaseException:
+        settle(0)
+        raise
+    active.settle = settle
     writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
     try:
-        outputs = await _unless_gone(request, active)
+        outputs = await unless_gone(request, active.outputs())
     finally:
         server.end_call(call_id)
-    if outputs is None:
-        return Response(status_code=_GONE)
     writer.transfer_params = response_params(server.transfers, call, outputs)
     size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
     size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
     if size > _LARGE:  # other clients don't wait for it
         return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
     return _json(writer.whole(outputs))
+
+
+def _most_tokens(prepared: PreparedRequest) -> int:
+    """Return how many tokens a request may use, its prompt's and those that its answer may have."""
+    sampling = prepared.request.sampling
+    return len(prepared.tokens) + sampling.n * sampling.max_tokens
+
+
+def _charge(server: Frontend, client: Client, tokens: int) -> Callable[[int], None]:
+    """Count tokens for a client's limit, see `TenantLimit.take_tokens`."""
+    if client.limit is None:
+        return lambda used: None
+    try:
+        return client.limit.take_tokens(tokens)
+    except ApiError as error:
+        server.count_refusal(error)
+        raise
 
 
 def origin_of(request: Request) -> Origin:
@@ -186,23 +212,6 @@ def _seconds(name: str, milliseconds: str) -> float:
     if not 0 < value <= 1e12:
         raise ApiError(400, f"the header {name} must be milliseconds, more than 0, got {milliseconds[:40]!r}", name)
     return value / 1000
-
-
-async def _unless_gone(request: Request, active: ActiveCall) -> dict[tuple[int, int], Output] | None:
-    """Return the outputs of a call; None if its client leaves before they are there."""
-    reading = asyncio.ensure_future(active.outputs())
-    watching = asyncio.ensure_future(_until_gone(request))
-    try:
-        await asyncio.wait({reading, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return reading.result() if reading.done() else None
-    finally:
-        for task in (reading, watching):
-            task.cancel()
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _chunks(active: ActiveCall, writer: ResponseWriter) -> AsyncIterator[bytes]:

@@ -26,6 +26,7 @@ from starlette.staticfiles import StaticFiles
 from longctx.models import passkey
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
+from longctx.serving.server.auth import client_of
 from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed, PageFeed, TooManyViewers
 from longctx.serving.server.server import Server
 
@@ -115,14 +116,16 @@ def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
         return {"name": f"{kind}.txt", "text": document.text, "questions": [*map(passkey.question, document.facts)]}
 
     @router.get("/page/events")
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
+        client = client_of(request)
+        tenant = None if client.sees_all else client.tenant
         if feed.num_viewers >= MAX_VIEWERS:
             raise HTTPException(503, f"{MAX_VIEWERS} pages watch this server already", {"retry-after": "10"})
 
         async def sent() -> AsyncIterator[bytes]:
             # Of several that come at once, the last may find no place any more: its stream ends, and it tries again.
             with suppress(TooManyViewers):
-                async with aclosing(feed.messages()) as messages:
+                async with aclosing(feed.messages(tenant)) as messages:
                     async for message in messages:
                         yield format_sse_event(data_str=message) if message else KEEPALIVE_COMMENT
 
