@@ -32,7 +32,7 @@ Without any keys, clients on the server's own host alone are administrators.
 TENANT_HEADER = "x-longctx-tenant"
 """Header in which administrators, such as a router, name the tenant of a request, percent-encoded."""
 
-_FORWARDED = ("forwarded", "via", "x-forwarded-for")  # headers of proxies, whose clients may be anywhere
+_FORWARDED = ("forwarded", "origin", "via", "x-forwarded-for")  # headers of proxies and web pages, which act for others
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 
 
@@ -138,7 +138,7 @@ class AuthMiddleware:
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
-    """Whether a client on this host asks, by its address and by the name that it calls the server, and not a proxy."""
+    """Whether a client on this host asks, by its address and the name that it calls the server, for itself."""
     address, _ = scope.get("client") or ("", 0)
     is_forwarded = any(name in headers for name in _FORWARDED)
     return is_loopback(address) and is_loopback(_host(headers)) and not is_forwarded
