@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -129,7 +129,8 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
 class Process:
     """The command in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, signals: Sequence[signal.Signals] = ()) -> None:
+        """`signals`: that it gets after its first line."""
         command = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
@@ -137,6 +138,8 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
+            for number in signals if len(self.lines) == 1 else ():
+                self.process.send_signal(number)
             if line.startswith("ready "):
                 self.url = line.split()[-1]
                 break
@@ -264,7 +267,7 @@ def test_it_speaks_https_with_the_files_of_the_time(tmp_path: Path, is_cluster: 
         file = tmp_path / "cluster.toml"
         file.write_text(PAIR.format(cert=own.cert, key=own.key, ca=ca.cert), encoding="utf-8")
         flags = [*flags[len(SMALL) :], "--tls-ca", str(ca.cert), "--cluster", str(file)]
-    made = Process(*flags)
+    made = Process(*flags, signals=(signal.SIGHUP,))
     try:
         assert made.url.startswith("https://127.0.0.1:"), made.lines
         trust = ssl.create_default_context(cafile=str(ca.cert))

@@ -256,6 +256,8 @@ class HttpServer(uvicorn.Server):
         most = most_connections(settings.max_connections)
         by_address = settings.max_connections_by_address or (most + 1) // 2
         self.connections = Connections(most, by_address)
+        if self.tls is not None:
+            self.reload()  # it may have taken long until now
         await super().startup(sockets=[])
         for listener in sockets or ():
             listener.setblocking(False)

@@ -21,7 +21,9 @@ def _openssl(*arguments: str | Path) -> None:
 def make_ca(folder: Path, name: str = "ca") -> Certificate:
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
     usage = ["-addext", "keyUsage=critical,keyCertSign"]  # which Python 3.13 asks for
-    _openssl("req", "-x509", *_KEY, "-subj", f"/CN={name}", *usage, "-days", "2", "-keyout", made.key, "-out", made.cert)
+    _openssl(
+        "req", "-x509", *_KEY, "-subj", f"/CN={name}", *usage, "-days", "2", "-keyout", made.key, "-out", made.cert
+    )
     return made
 
 
