@@ -4,15 +4,17 @@ import argparse
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+from certificates import make_ca, make_certificate
 
 from longctx import cli
 from longctx.cli import command_flags, command_parser
@@ -127,7 +129,8 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
 class Process:
     """The command in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, signals: Sequence[signal.Signals] = ()) -> None:
+        """`signals`: that it gets after its first line."""
         command = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
@@ -135,6 +138,8 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
+            for number in signals if len(self.lines) == 1 else ():
+                self.process.send_signal(number)
             if line.startswith("ready "):
                 self.url = line.split()[-1]
                 break
@@ -231,3 +236,59 @@ def test_sigterm_while_it_compiles_exits_with_0() -> None:
         time.sleep(3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+PAIR = """
+[engine]
+tls-cert = "{cert}"
+tls-key = "{key}"
+tls-ca = "{ca}"
+max_length = 2048
+num_pages = 400
+page_size = 16
+max_running = 8
+token_budget = 32
+buckets = "32"
+[[instances]]
+role = "prefill"
+[[instances]]
+role = "decode"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_cluster", [False, True])
+def test_it_speaks_https_with_the_files_of_the_time(tmp_path: Path, is_cluster: bool) -> None:
+    """Router and instances also among themselves, by certificates."""
+    ca = make_ca(tmp_path)
+    own, new = (make_certificate(tmp_path, ca, name) for name in ("own", "new"))
+    flags = [*SMALL, "--tls-cert", str(own.cert), "--tls-key", str(own.key)]
+    if is_cluster:
+        file = tmp_path / "cluster.toml"
+        file.write_text(PAIR.format(cert=own.cert, key=own.key, ca=ca.cert), encoding="utf-8")
+        flags = [*flags[len(SMALL) :], "--tls-ca", str(ca.cert), "--cluster", str(file)]
+    made = Process(*flags, signals=(signal.SIGHUP,))
+    try:
+        assert made.url.startswith("https://127.0.0.1:"), made.lines
+        trust = ssl.create_default_context(cafile=str(ca.cert))
+        with httpx.Client(base_url=made.url, verify=trust, timeout=60) as client:
+            first = client.post("/v1/completions", json=BODY)
+            assert first.json()["usage"]["completion_tokens"] == 8
+            address = "127.0.0.1", int(made.url.rpartition(":")[2])
+            before = ssl.get_server_certificate(address)
+            for source, target in zip(new, own, strict=True):
+                target.write_bytes(source.read_bytes())
+            made.process.send_signal(signal.SIGHUP)
+            end = time.monotonic() + 10
+            while ssl.get_server_certificate(address) == before:
+                assert time.monotonic() < end
+            answers = [client.post("/v1/completions", json=BODY)]
+        answers.append(httpx.post(f"{made.url}/v1/completions", json=BODY, timeout=60, verify=trust))
+        assert [each.json()["choices"] for each in answers] == [first.json()["choices"]] * 2
+        made.process.send_signal(signal.SIGTERM)
+        assert made.process.wait(30) == 0
+    finally:
+        made.process.kill()
+        made.process.wait()
+        if made.process.stderr is not None:
+            made.process.stderr.close()

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -95,14 +96,19 @@ def watch_keys(keys: "KeyRing", options: argparse.Namespace) -> None:
 
 
 def tls_of(options: argparse.Namespace) -> Tls | None:
-    """Read the certificates that the flags name; None: plain HTTP. ValueError names the flag."""
+    """Read the certificates that the flags name; None: plain HTTP. ValueError names the flag.
+
+    SIGHUP does nothing from then on until the server listens, which reads them again.
+    """
     if options.tls_cert is None and options.tls_key is None:
         refuse(options, ("tls_ca",), "needs --tls-cert and --tls-key")
         return None
     if options.tls_cert is None or options.tls_key is None:
         raise ValueError("--tls-cert and --tls-key must be given together")
     with naming({name: flag(name) for name in ("tls_cert", "tls_key", "tls_ca")}):
-        return Tls(options.tls_cert, options.tls_key, options.tls_ca)
+        tls = Tls(options.tls_cert, options.tls_key, options.tls_ca)
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    return tls
 
 
 def server_url(listener: socket.socket, tls: Tls | None) -> str:

@@ -87,6 +87,7 @@ class Joining:
         self._body = {"url": check_join_url(url), "name": name, "role": role}
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._is_open, self._hash, self._tls, self._seconds = is_open, page_hash, tls, seconds
+        self._system = ssl.create_default_context()  # without `tls`
         self._said: dict[str, str] = {}  # the last logged state of each router
         self._is_closing = threading.Event()
         self._threads = [
@@ -104,25 +105,27 @@ class Joining:
             each.join(2 * _TIMEOUT)
 
     def _run(self, router: str) -> None:
-        is_known, system = False, ssl.create_default_context()
+        is_known = False
         while not self._is_closing.is_set():
             if self._is_open():
-                is_known = self._tell(system, router, "register", self._body) or is_known
+                with self._client() as client:
+                    is_known = self._tell(client, router, "register", self._body) or is_known
             self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
         if is_known:
-            self._tell(system, router, "remove", {"url": self._body["url"]})
+            with self._client() as client:
+                self._tell(client, router, "remove", {"url": self._body["url"]})
 
-    def _tell(self, system: ssl.SSLContext, router: str, what: str, body: dict[str, Any]) -> bool:
-        """Post a body to a router that proves that it knows the secret; return whether it has accepted it.
+    def _client(self) -> httpx.Client:
+        """Make a client with the certificates of the time."""
+        verify = self._system if self._tls is None else self._tls.client
+        return httpx.Client(trust_env=False, timeout=_TIMEOUT, verify=verify)
 
-        `system`: without `tls`, the system's CAs.
-        """
+    def _tell(self, client: httpx.Client, router: str, what: str, body: dict[str, Any]) -> bool:
+        """Post a body to a router that proves that it knows the secret; return whether it has accepted it."""
         is_known, level = False, logging.WARNING
-        verify = system if self._tls is None else self._tls.client  # another one after a reload
         try:
-            with httpx.Client(trust_env=False, timeout=_TIMEOUT, verify=verify) as client:
-                proof = self._prove(client, router)
-                answer = client.post(f"{router}/cluster/{what}", json=body | proof, headers=self._headers)
+            proof = self._prove(client, router)
+            answer = client.post(f"{router}/cluster/{what}", json=body | proof, headers=self._headers)
             is_known, said = answer.status_code == 200, f"{answer.status_code} {_reason(answer)}"
         except httpx.HTTPError as error:
             level, said = logging.INFO, f"no answer: {type(error).__name__}"

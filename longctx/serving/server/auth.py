@@ -51,7 +51,7 @@ _OF_ANY_KEY = frozenset(
 TENANT_HEADER = "x-longctx-tenant"
 """Header in which keys with the scope `migrate`, such as a router's, name the tenant of a request, percent-encoded."""
 
-_FORWARDED = ("forwarded", "via", "x-forwarded-for")  # headers of proxies, whose clients may be anywhere
+_FORWARDED = ("forwarded", "origin", "via", "x-forwarded-for")  # headers of proxies and web pages, which act for others
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _LOOK = 1.0  # seconds between two looks at whether files of keys have changed
 _GRANT, _GRANT_SECONDS = "grant.", 600.0
@@ -397,7 +397,7 @@ def _unknown(headers: Headers, problem: str = "the key is not known") -> ApiErro
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
-    """Whether a client on this host asks, by its address and by the name that it calls the server, and not a proxy."""
+    """Whether a client on this host asks, by its address and the name that it calls the server, for itself."""
     address, _ = scope.get("client") or ("", 0)
     is_forwarded = any(name in headers for name in _FORWARDED)
     return is_loopback(address) and is_loopback(_host(headers)) and not is_forwarded

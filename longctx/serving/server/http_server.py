@@ -47,9 +47,9 @@ class LimitedProtocol(HttpToolsProtocol):
     They are on the size of headers and the time until they are there, and on how long a client may take nothing of what
     is sent to it.
 
-    A client that sends nothing more (a half-closed connection) still gets the answers to its complete requests. As that
-    is all that one shows which has left, too, it is sent something that means nothing: the system of one that has left
-    resets the connection then.
+    A client that sends nothing more (a half-closed connection) still gets the answer to a complete request. One that
+    has left looks the same. So it is sent something that means nothing: the system of one that has left resets the
+    connection then.
     """
 
     server_of: "HttpServer"
@@ -257,6 +257,8 @@ class HttpServer(uvicorn.Server):
         most = most_connections(settings.max_connections)
         by_address = settings.max_connections_by_address or (most + 1) // 2
         self.connections = Connections(most, by_address)
+        if self.tls is not None:
+            self.reload()  # it may have taken long until now
         await super().startup(sockets=[])
         for listener in sockets or ():
             listener.setblocking(False)

@@ -16,6 +16,9 @@ from longctx.cluster.join import Joining
 from longctx.cluster.router.server import RouterSettings
 from longctx.serving.server.tls import Tls
 
+# httpcore leaves a transport open whose handshake is cancelled, as the router's last look may be.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed resource <TCPTransport:ResourceWarning")
+
 
 class Cluster:
     """A prefill and a decode instance, and the files of a CA."""

@@ -20,7 +20,10 @@ def _openssl(*arguments: str | Path) -> None:
 
 def make_ca(folder: Path, name: str = "ca") -> Certificate:
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
-    _openssl("req", "-x509", *_KEY, "-subj", f"/CN={name}", "-days", "2", "-keyout", made.key, "-out", made.cert)
+    usage = ["-addext", "keyUsage=critical,keyCertSign"]  # which Python 3.13 asks for
+    _openssl(
+        "req", "-x509", *_KEY, "-subj", f"/CN={name}", *usage, "-days", "2", "-keyout", made.key, "-out", made.cert
+    )
     return made
 
 

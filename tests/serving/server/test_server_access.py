@@ -289,6 +289,7 @@ def test_one_key_can_t_be_two_people_s() -> None:
         ("::ffff:192.0.2.7", {"host": "localhost"}, False),
         ("127.0.0.1", {"host": "evil.example"}, False),  # whose name was made to point here
         ("127.0.0.1", {"host": "localhost", "x-forwarded-for": "192.0.2.7"}, False),  # of a proxy on this host
+        ("127.0.0.1", {"host": "localhost", "origin": "https://evil.example"}, False),  # of a page in a browser here
         (None, {"host": "localhost"}, False),
     ],
 )
