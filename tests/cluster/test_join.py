@@ -123,7 +123,7 @@ def test_a_challenge_is_for_one_server_and_for_a_while(monkeypatch: pytest.Monke
         (nonce, Challenges(HASH).make(nonce)["challenge"], proof, *own),  # of another router, or before a restart
         (nonce, challenge, proof, "http://10.6.6.6:8000", None, "both"),
         (nonce, challenge, challenges.make(nonce)["proof"], *own),
-        (nonce, challenge, "\u00e9", *own),
+        (nonce, challenge, "\u00e9\ud800", *own),
         (nonce, "", "", *own),
     ]
     assert not any(challenges.is_proven(*each) for each in wrong)

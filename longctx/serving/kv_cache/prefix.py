@@ -58,7 +58,7 @@ class PageHash:
 
     def is_signed(self, signature: str, *said: object) -> bool:
         """Return whether a signature is that of this data."""
-        return hmac.compare_digest(self.sign(*said).encode(), signature.encode())
+        return hmac.compare_digest(self.sign(*said).encode(), signature.encode("utf-8", "surrogatepass"))
 
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
