@@ -144,7 +144,7 @@ _THREADS = 4
 SHORT_BYTES, LONG_BYTES = 2**11, 2**15
 """Bodies up to the first are read at once, which is quicker than to hand them over; those from the second in a process,
 since tokenising and hashing hold the interpreter's lock."""
-_ENDED_BYTES = 2**20  # of a body whose process is ended when its client leaves: it takes longer than to start another
+_ENDED_BYTES = 2**22  # of a body whose process is ended when its client leaves: another starts in a second or two
 
 
 class FairSlots(Generic[_Slot]):
