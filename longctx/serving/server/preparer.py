@@ -144,7 +144,7 @@ _THREADS = 4
 SHORT_BYTES, LONG_BYTES = 2**11, 2**15
 """Bodies up to the first are read at once, which is quicker than to hand them over; those from the second in a process,
 since tokenising and hashing hold the interpreter's lock."""
-_ENDED_BYTES = 2**20  # of a body whose process is ended when its client leaves: it takes longer than to start another
+_ABANDONED_SECONDS = 2.0  # for which a body is still parsed whose client has left: about as long as a process starts
 
 
 class FairSlots(Generic[_Slot]):
@@ -254,8 +254,7 @@ class Preparer:
             message = "the process that read the prompt has ended: memory may be short"
             raise ApiError(503, message, code="server_is_overloaded", retry_after=1.0) from None
         except asyncio.CancelledError:
-            if size >= _ENDED_BYTES and not job.done():
-                worker.end_job()
+            asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, worker.end_job, job)
             raise
 
     def close(self) -> None:
@@ -303,11 +302,13 @@ class _Worker:
     def submit(self, kind: Kind, body: bytes, origin: Origin) -> "Future[Any]":
         return self._thread.submit(self._run, kind, body, origin)
 
-    def end_job(self) -> None:
-        """End the process with what it is parsing, once it has begun."""
+    def end_job(self, job: "Future[Any]") -> None:
+        """End the process, if it is still parsing the body of a job."""
         with self._lock:
             pid = self._pid
-            if self._executor is not None and pid is not None and pid.done() and pid.exception() is None:
+            if job.done() or self._executor is None:
+                return
+            if pid is not None and pid.done() and pid.exception() is None:
                 self._executor = None
                 os.kill(pid.result(), signal.SIGKILL)
 
