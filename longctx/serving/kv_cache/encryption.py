@@ -13,6 +13,11 @@ SEAL_BYTES = _SALT_BYTES + _TAG_BYTES
 """Bytes that sealed data has beside the data itself."""
 
 
+def disk_key(path: str | os.PathLike[str], name: str = "disk_key_file") -> "FileKey":
+    """Return the key that a secret's file gives for pages on disk; arguments and errors as of `FileKey`."""
+    return FileKey(path, name, b"pages at rest")
+
+
 class FileKey:
     """Key of files of one purpose, which follows from a secret's file.
 

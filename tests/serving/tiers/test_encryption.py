@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tier_pages import LAYOUT, chain, contents, load, make_store, only_on_disk, put
 
-from longctx.serving.kv_cache.encryption import SEAL_BYTES, FileKey
+from longctx.serving.kv_cache.encryption import SEAL_BYTES, FileKey, disk_key
 from longctx.serving.kv_cache.secret import make_secret
 
 FILE = SEAL_BYTES + 8 + LAYOUT.page_bytes
@@ -93,9 +93,7 @@ def test_pages_of_another_key_are_passed_over(tmp_path: Path, key: str, caplog: 
     assert not caplog.messages
     # One under another key's name, which only somebody else can have given it.
     for path in folder.rglob("*.page"):
-        path.rename(
-            path.with_name(re.sub(r"[0-9a-f]+\.page", f"{FileKey(other, '', b'pages at rest').id}.page", path.name))
-        )
+        path.rename(path.with_name(re.sub(r"[0-9a-f]+\.page", f"{disk_key(other).id}.page", path.name)))
     assert reopened(folder, other) == (0, 1)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from longctx.serving.kv_cache.connector import Arrivals, PageRead, PageStore
-from longctx.serving.kv_cache.encryption import FileKey
+from longctx.serving.kv_cache.encryption import disk_key
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -67,7 +67,7 @@ class TieredStore:
         self._disk = None
         if config.disk is not None:
             key_file = config.disk_key_file
-            key = None if key_file is None else FileKey(key_file, "disk_key_file", b"pages at rest")
+            key = None if key_file is None else disk_key(key_file)
             self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction, key)
         self._tiers = [tier for tier in (self._host, self._disk) if tier is not None]
         self._pins: dict[Key, float] = {}
