@@ -106,13 +106,13 @@ def test_a_writer_that_is_quick_ends_no_step(tmp_path: Path, monkeypatch: pytest
     assert recorder.size == waiting.size > 0
 
 
-class TakenAtOnce(deque[bytes]):
+class TakenAtOnce(deque[tuple[bytes, int]]):
     """A queue that a writer empties as soon as there is something in it."""
 
     size = 0
 
-    def append(self, item: bytes) -> None:
-        self.size += len(item)
+    def append(self, item: tuple[bytes, int]) -> None:
+        self.size += HEADER_BYTES + len(item[0])
 
 
 def test_directories_that_are_no_logs(recorded: Path, tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ class FileKey:
 
     def __init__(self, path: str | os.PathLike[str], name: str, purpose: bytes) -> None:
         with extras.needed("encryption", name):
-            import cryptography  # noqa: F401
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        self._make_cipher: Any = lambda key, tag: Cipher(algorithms.AES(key), modes.GCM(bytes(12), tag))
+        self._invalid_tag = InvalidTag
         self._root = hashlib.blake2b(read_secret(path, name), digest_size=32, person=purpose).digest()
         self.id = hashlib.blake2b(b"id", digest_size=8, key=self._root).hexdigest()
 
@@ -67,8 +70,6 @@ class FileKey:
         Returns:
           Whether it is what was sealed, with this key and in this context; if not, nothing in `outs` is of use.
         """
-        from cryptography.exceptions import InvalidTag
-
         decryptor = self._cipher(sealed[:_SALT_BYTES], bytes(sealed[_SALT_BYTES:SEAL_BYTES])).decryptor()
         decryptor.authenticate_additional_data(context)
         place = SEAL_BYTES
@@ -77,12 +78,10 @@ class FileKey:
             place += len(out)
         try:
             decryptor.finalize()
-        except InvalidTag:
+        except self._invalid_tag:
             return False
         return True
 
     def _cipher(self, salt: bytes | memoryview, tag: bytes | None) -> Any:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        key = hashlib.blake2b(salt, digest_size=32, key=self._root).digest()
-        return Cipher(algorithms.AES(key), modes.GCM(bytes(12), tag))  # a nonce would tell apart what keys do here
+        """Return a cipher of a key that is used once, so that its nonce may be zero."""
+        return self._make_cipher(hashlib.blake2b(salt, digest_size=32, key=self._root).digest(), tag)

@@ -16,9 +16,11 @@ from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import Arrival, Cancel, Journal, LoadEnd, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.encryption import SEAL_BYTES
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.recording.log import RECORDS, Header, RecordContext, log_key
 from longctx.serving.recording.records import (
+    HEADER_BYTES,
     NOT_FINITE,
     STOP,
     Arrived,
@@ -69,7 +71,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
         self._key = log_key(key_file)
         self.max_bytes = check_integer("max_bytes", max_bytes, _LEAST_BYTES)
         self._is_open = False  # whether it takes more
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[bytes, int]] = deque()  # records, and their places in the file
         self._written = 0
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -121,11 +123,9 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
 
     def _append(self, payload: bytes) -> None:
         if self._is_open:
-            if self._key is not None:
-                payload = b"".join(self._key.seal([payload], self._context(self.size)))
-            framed = frame(payload, self.size)
-            self.size += len(framed)
-            self._waiting.append(framed)  # which the writer's thread may take at once
+            place = self.size
+            self.size += HEADER_BYTES + len(payload) + (SEAL_BYTES if self._key is not None else 0)
+            self._waiting.append((payload, place))  # which the writer's thread may take at once
             if self.size - self._written > _MAX_UNWRITTEN:
                 self._stop(f"the disk does not keep up: {_MAX_UNWRITTEN >> 20} MiB wait to be written")
 
@@ -146,11 +146,16 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
             os.close(file)
 
     def _flush(self, file: int) -> None:
-        data = memoryview(b"".join(self._waiting.popleft() for _ in range(len(self._waiting))))
+        data = memoryview(b"".join(self._framed(*self._waiting.popleft()) for _ in range(len(self._waiting))))
         while data:
             count = os.write(file, data)
             self._written += count
             data = data[count:]
+
+    def _framed(self, payload: bytes, place: int) -> bytes:
+        if self._key is not None:
+            payload = b"".join(self._key.seal([payload], self._context(place)))
+        return frame(payload, place)
 
     # As a journal.
 
