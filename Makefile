@@ -9,7 +9,7 @@ WORKERS ?= 2
 EDITABLE := --config-settings editable_mode=compat --editable
 TESTS ?= tests
 
-.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures silicon notebooks clean
+.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures silicon notebooks constraints clean
 
 $(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -94,6 +94,12 @@ $(VENV)/installed-plot: $(VENV)/installed
 $(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/pip install --quiet $(EDITABLE) '.[docs]'
 	touch $@
+
+# The versions of this environment, which is to have passed the tests; `PIP_CONSTRAINT=constraints/python3.11.txt make
+# test` installs them again. Of packages that are built for an accelerator (torch 2.13.0+cpu) any build will do.
+constraints: $(VENV)/installed-test
+	$(BIN)/pip list --format=freeze --exclude-editable --exclude pip | sed 's/+.*//' | LC_ALL=C sort \
+	  > constraints/python$(VERSION).txt
 
 demo: $(VENV)/installed
 	$(BIN)/longctx demo

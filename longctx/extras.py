@@ -53,6 +53,9 @@ EXTRAS: Mapping[str, Extra] = {
         ("transfer",),
     ),
     "cluster": Extra("engines on many machines by Ray: --launcher ray", {"ray": "ray"}, ("serve", "transfer")),
+    "encryption": Extra(
+        "files encrypted at rest: --kv-disk-key-file, --record-key-file", {"cryptography": "cryptography"}
+    ),
     "otlp": Extra(
         "OpenTelemetry's spans of requests: --otlp",
         {

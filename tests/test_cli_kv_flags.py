@@ -13,6 +13,7 @@ import pytest
 from longctx.cli import command_parser
 from longctx.cli.flags import parse_bytes
 from longctx.cli.settings import page_hash_key, tier_config
+from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.kv_cache.tiers.config import TierConfig
 
 
@@ -41,6 +42,18 @@ def test_tiers_of_flags(tmp_path: Path) -> None:
     assert tier_config(options()) is None
     given = options(kv_host_bytes="1MiB", kv_disk=tmp_path, kv_disk_bytes="2MiB", kv_eviction="lfu")
     assert tier_config(given) == TierConfig(2**20, 2**21, str(tmp_path), "lfu")
+
+
+def test_the_key_of_a_disk_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    given = options(kv_host_bytes="1MiB", kv_disk=tmp_path, kv_disk_bytes="2MiB", kv_disk_key_file=key)
+    with pytest.raises(ValueError, match=r"^--kv-disk-key-file: .*key can't be read: No such file"):
+        tier_config(given)
+    make_secret(key)
+    assert tier_config(given) == TierConfig(2**20, 2**21, str(tmp_path), disk_key_file=str(key))
+    for alone in (options(kv_disk_key_file=key), options(kv_host_bytes="1MiB", kv_disk_key_file=key)):
+        with pytest.raises(ValueError, match=r"^--kv-disk-key-file needs --kv-"):
+            tier_config(alone)
 
 
 def test_a_folder_of_pages_keeps_its_own_secret(tmp_path: Path) -> None:

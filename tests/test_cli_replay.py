@@ -11,6 +11,7 @@ from small_checkpoint import MODEL
 
 from longctx.cli import main
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams
+from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.recording.records import Step, decode, encode, frame, read_frames
 from longctx.simulation import VirtualExecutor
@@ -20,9 +21,13 @@ CONFIG = EngineConfig(page_size=4, num_pages=64, max_running=4, token_budget=8, 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log of an engine in virtual time."""
+    return record(tmp_path_factory.mktemp("log"))
+
+
+def record(folder: Path, key_file: Path | None = None) -> Path:
+    """Record a log of an engine in virtual time."""
     executor = VirtualExecutor(lambda batch: 1e-3 * (1 + batch.num_tokens / 8), MODEL.config.vocab_size)
-    with open_recorder(tmp_path_factory.mktemp("log")) as recorder:
+    with open_recorder(folder, key_file=key_file) as recorder:
         engine = Engine(MODEL, None, CONFIG, executor=executor, clock=executor.clock, recorder=recorder)
         rng = np.random.default_rng(0)
         for i in range(24):
@@ -43,6 +48,18 @@ def test_a_log_is_replayed(log: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["completions"] == 24
     assert found["steps"] > 50
+
+
+def test_an_encrypted_log_is_replayed_with_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_secret(tmp_path / "key")
+    log = str(record(tmp_path / "log", tmp_path / "key"))
+    assert main(["replay", log, "--record-key-file", str(tmp_path / "key")]) == 0
+    assert "24 completions: every decision is the same\n" in capsys.readouterr().out
+    assert main(["replay", log]) == 2
+    assert "header.json is encrypted: --record-key-file must be given" in capsys.readouterr().err
+    (tmp_path / "key").chmod(0o644)
+    assert main(["replay", log, "--record-key-file", str(tmp_path / "key")]) == 2
+    assert "--record-key-file: others than its owner have access to" in capsys.readouterr().err
 
 
 def test_a_torn_end_is_cut_with_a_word(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

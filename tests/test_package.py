@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import longctx
 from longctx import extras
@@ -93,6 +95,21 @@ def test_extras_are_those_that_messages_name() -> None:
         assert sorted(lines) == sorted(extra.packages.values()), name
         included = [part for line in declared[name] for part in re.findall(rf"^{PROJECT['name']}\[(.*)\]$", line)]
         assert tuple(part for parts in included for part in parts.split(",")) == extra.includes, name
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+def test_constraints_are_versions_that_the_package_takes(python: str) -> None:
+    """Versions alone, of every package that is asked for by name, in the ranges of pyproject.toml."""
+    lines = (ROOT / "constraints" / f"python{python}.txt").read_text(encoding="utf-8").splitlines()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line) for line in lines)
+    versions = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(versions) == len(lines)
+    installed: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    names = ("distributed", "docs", "encryption", "gguf", "hub", "mooncake", "notebooks", "otlp", "plot", "serve")
+    for line in [*PROJECT["dependencies"], *(line for name in (*names, "test") for line in installed[name])]:
+        requirement = Requirement(line)
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), line
 
 
 @pytest.mark.slow

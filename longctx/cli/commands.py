@@ -77,7 +77,7 @@ _SERVE = (
     Flags(ServeFlags, "access", ("tls_cert", "tls_key", "tls_ca")),
     Flags(EngineConfig, "access", ("tenant_weights",)),
     Flags(ServerSettings, "access", _ACCESS),
-    Flags(ServeFlags, "recording", ("record", "record_bytes")),
+    Flags(ServeFlags, "recording", ("record", "record_bytes", "record_key_file")),
     Flags(ObserverSettings, "observers", without=("kv_events_secret",)),
     _ENGINE,
     Flags(TierConfig, _TIERS, prefix="kv_", defaults={"host_bytes": None, "disk_bytes": None}),
@@ -123,7 +123,7 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
     ),
     "quantize": (Flags(QuantizeFlags, positional={"model": "DIR", "out": "OUT"}),),
     "replay": (
-        Flags(ReplayFlags, only=("log", "json", "explain"), positional={"log": "DIR"}),
+        Flags(ReplayFlags, only=("log", "json", "record_key_file", "explain"), positional={"log": "DIR"}),
         Flags(EngineConfig, _OTHER_SETTINGS, CHANGES, are_changes=True),
         Flags(ReplayFlags, _OTHER_SETTINGS, ("slo",)),
     ),

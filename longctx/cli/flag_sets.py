@@ -217,6 +217,7 @@ class ReplayFlags:
 
     log: Annotated[Path, "folder that `longctx serve --record DIR` wrote; its last run"]
     json: Annotated[_Output | None, "all that is found"] = None
+    record_key_file: Annotated[Path | None, "secret that encrypts the log, if it is encrypted"] = None
     explain: Annotated[str | None, "what this request waited for, step by step"] = None
     slo: Annotated[
         str | None, "NAME=X[,NAME=X] of ttft_factor, ttft_least, tpot, tpot_factor, step_seconds: default targets"
@@ -261,6 +262,7 @@ class ServeFlags:
         "folder to which all that decisions follow from is written, for `longctx replay`: no prompt, no answer",
     ] = None
     record_bytes: Annotated[int, "bytes of a run, after which nothing more is recorded"] = 2**30
+    record_key_file: Annotated[Path | None, "secret that encrypts what is recorded. None: it is not encrypted"] = None
     kv_secret_file: Annotated[
         Path | None,
         "secret of the keys of pages, the same for engines that share them. None: one in --kv-disk, or random",

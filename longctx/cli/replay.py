@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from longctx.cli.commands import CHANGES
-from longctx.cli.flags import refuse
+from longctx.cli.flags import naming, refuse
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.log import RecordedLog
@@ -23,7 +23,8 @@ _SLO = ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds")
 def run(options: argparse.Namespace) -> int:
     if options.explain is not None:
         refuse(options, (*CHANGES, "slo"), "contradicts --explain")
-    log = RecordedLog(options.log)
+    with naming({"key_file": "--record-key-file"}):
+        log = RecordedLog(options.log, options.record_key_file)
     try:
         found = _replay(log, options) if options.explain is None else _explain(log, options.explain)
     except Differs as difference:

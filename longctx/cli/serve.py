@@ -143,9 +143,10 @@ def _serve(
 
 def _recorder(options: argparse.Namespace) -> Recorder | None:
     if options.record is None:
+        refuse(options, ("record_key_file",), "needs --record")
         return None
-    with naming({"max_bytes": "--record-bytes"}):
-        return open_recorder(options.record, options.record_bytes)
+    with naming({"max_bytes": "--record-bytes", "key_file": "--record-key-file"}):
+        return open_recorder(options.record, options.record_bytes, options.record_key_file)
 
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:

@@ -59,7 +59,7 @@ _OURS |= {"allow_anonymous", "served_model_name", "kv_events", "kv_events_replay
 _OURS |= {"kv_events_plain", "kv_events_tokens", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url"}
 _OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache", "end_with_stdin"}
-_OURS |= {"record", "record_bytes"}
+_OURS |= {"record", "record_bytes", "record_key_file"}
 """Flags of instances that the launcher sets, so that a file must not."""
 _LOOPBACK = "127.0.0.1"
 _Launcher = ProcessLauncher | RayLauncher

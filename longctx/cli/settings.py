@@ -7,6 +7,7 @@ from typing import Any
 from longctx.cli.flags import read, refuse
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
+from longctx.serving.kv_cache.encryption import disk_key
 from longctx.serving.kv_cache.secret import make_secret, read_kv_secret
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
@@ -39,9 +40,14 @@ def tier_config(options: argparse.Namespace) -> TierConfig | None:
     """Make the settings of tiers from the flags; None: there are none. Errors name the flags."""
     if options.kv_host_bytes is None:
         why = "needs --kv-host-bytes: pages go there by host memory"
-        refuse(options, ("kv_disk", "kv_disk_bytes", "kv_store"), why)
+        refuse(options, ("kv_disk", "kv_disk_bytes", "kv_disk_key_file", "kv_store"), why)
         return None
-    return read(TierConfig, options, **({"disk_bytes": 0} if options.kv_disk_bytes is None else {}))
+    if options.kv_disk is None:
+        refuse(options, ("kv_disk_key_file",), "needs --kv-disk: host memory is not encrypted")
+    config = read(TierConfig, options, **({"disk_bytes": 0} if options.kv_disk_bytes is None else {}))
+    if config.disk_key_file is not None:
+        disk_key(config.disk_key_file, "--kv-disk-key-file")  # before weights are loaded
+    return config
 
 
 def page_hash_key(options: argparse.Namespace) -> bytes | None:

@@ -149,10 +149,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_worker)
 
 
-def module_process(module: str, *arguments: str) -> dict[str, Any]:
-    """Command and environment of a process that runs `module`.
+_PASSED_ON = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ", "TZDIR")
 
-    The working directory is searched for modules only if it is in our path.
+
+def module_process(module: str, *arguments: str) -> dict[str, Any]:
+    """Command and environment of a process that runs `module` on what others have written.
+
+    The working directory is searched for modules only if it is in our path. Of our environment it gets what Python
+    needs to start, the time zone and the language: no token of a hub, and no secret of a group of processes.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return {"args": [sys.executable, "-P", "-m", module, *arguments], "env": environment}

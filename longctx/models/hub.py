@@ -1,18 +1,21 @@
 """Finds the model that a user names: a directory, a GGUF file, or a model of the Hugging Face hub, which is downloaded.
 
 `huggingface_hub` downloads, into the cache that all its users share, and reads what they set: `HF_TOKEN`, `HF_HOME`,
-`HF_HUB_OFFLINE`, `HF_ENDPOINT`. Only the files are fetched that this library reads.
+`HF_HUB_OFFLINE`, `HF_ENDPOINT`. Only the files are fetched that this library reads. The names of files of
+weights come from the model's index, and are never taken for patterns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from longctx import extras
-from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE
+from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, read_index
 from longctx.models.validation import check_directory, is_file, is_gguf
 
 _NAME = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -23,9 +26,8 @@ _FILES = [
     "tokenizer_config.json",
     "chat_template.jinja",
     INDEX_FILE,
-    "model*.safetensors",
 ]
-_FOLDERS = ["*/*"]  # other formats of the model
+_FOLDERS = ["*/*"]  # other formats of the model; the hub's patterns match slashes too
 
 
 def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path:
@@ -87,10 +89,16 @@ def _download(model: str, revision: str | None, is_quiet: bool) -> Path:
             super().__init__(*arguments, **{**settings, "disable": True if is_quiet else None})
 
     where = f"the hub's model {model}" + ("" if revision is None else f"@{revision}")
+
+    def fetch(revision: str | None, files: list[str]) -> Path:
+        settings: Any = {"ignore_patterns": _FOLDERS, "tqdm_class": Bar}
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, **settings))
+
     try:
-        directory = Path(
-            snapshot_download(model, revision=revision, allow_patterns=_FILES, ignore_patterns=_FOLDERS, tqdm_class=Bar)
-        )
+        directory = fetch(revision, _FILES)
+        index = directory / INDEX_FILE
+        weights = set(read_index(index).values()) if is_file(index) else set()
+        fetch(directory.name, [glob.escape(file) for file in sorted({SINGLE_FILE, *weights})])  # of the same commit
     except (errors.HTTPError, errors.HfHubHTTPError, OSError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"there is no directory {model}, and {where} cannot be downloaded: {why}") from None

@@ -175,7 +175,7 @@ def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNot
             return _read_header(single), []
         if not is_file(index):
             raise FileNotFoundError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        files = _read_index(index)
+        files = read_index(index)
     except (FileNotFoundError, ValueError) as error:
         return {}, [error if isinstance(error, FileNotFoundError | CheckpointError) else CheckpointError(str(error))]
     for file in sorted(set(files.values())):
@@ -194,7 +194,8 @@ def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNot
     return tensors, problems
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Read the files of tensors by their names; raise CheckpointError if one is not the name of a file beside it."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path} is not an index of safetensors files: it has no object weight_map")

@@ -241,6 +241,22 @@ def workers() -> list[int]:
     return [int(pid) for pid in children if b"chat_worker" in Path("/proc", pid, "cmdline").read_bytes()]
 
 
+def test_the_process_that_renders_has_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"HF_TOKEN": "hf_secret", "LONGCTX_GROUP_SECRET": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TZ", "UTC")
+    render("")
+    (worker,) = workers()
+    os.kill(worker, SIGKILL)
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    assert render("{{ bos_token }}") == "<s>"
+    (worker,) = workers()  # that started in this environment
+    environment = Path("/proc", str(worker), "environ").read_bytes().split(b"\0")
+    assert b"TZ=UTC" in environment
+    assert not any(line.partition(b"=")[0].decode() in secrets for line in environment)
+
+
 def test_a_worker_that_was_killed_is_replaced() -> None:
     render("")
     (worker,) = workers()

@@ -147,6 +147,23 @@ def test_only_needed_files_are_fetched_and_offline_they_are_there(hub: LoopbackH
     assert len(hub.downloads) == len(expected)
 
 
+def test_names_in_an_index_are_no_patterns(tmp_path: Path) -> None:
+    """Nor paths: a model can't have more downloaded than the files that it names, beside its index."""
+    odd = {"model-[1-2].safetensors": b"x", "model-1.safetensors": b"x", "other.safetensors": b"x", "secrets.txt": b"x"}
+    maps = {"literal": ["model-[1-2].safetensors"], "pattern": ["*"], "path": ["../config.json"]}
+    models = {
+        f"owner/{name}": Model({**FILES, **odd, INDEX: json.dumps({"weight_map": {"a": file}}).encode()})
+        for name, (file,) in maps.items()
+    }
+    with LoopbackHub(models) as hub:
+        literal, pattern, path = run(tmp_path, hub.endpoint, resolve(*models))
+        assert_has(literal, INDEX, "model-[1-2].safetensors")
+        assert_has(pattern, INDEX)
+        assert_refused(path, "which is not the name of a file beside it")
+        fetched = {path for path, _ in hub.downloads}
+    assert fetched == {*FILES, INDEX, "model-[1-2].safetensors"}
+
+
 def test_what_the_hub_refuses_is_said_in_a_sentence(hub: LoopbackHub, tmp_path: Path) -> None:
     expected = {
         "none": "40[14] .* private or gated repo, make sure you are authenticated",

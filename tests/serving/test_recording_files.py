@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import drive, recorded_engine, replay, summary
 
+from longctx.serving.kv_cache.secret import make_secret
 from longctx.serving.recording import recorder as recorder_module
 from longctx.serving.recording.log import RecordedLog, find_run
 from longctx.serving.recording.recorder import FLUSH_SECONDS, Recorder, open_recorder
-from longctx.serving.recording.records import HEADER_BYTES, frame, read_frames
+from longctx.serving.recording.records import HEADER_BYTES, Closed, frame, read_frames
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,25 @@ def test_what_is_recorded_is_in_the_file_soon(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(FLUSH_SECONDS)
         assert len(list(RecordedLog(tmp_path).records())) > 50
+
+
+def test_a_writer_that_is_quick_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded may be in the file before the engine's thread goes on."""
+    with open_recorder(tmp_path) as recorder:
+        engine = recorded_engine(recorder)
+        waiting = TakenAtOnce()
+        monkeypatch.setattr(recorder, "_waiting", waiting)
+        drive(engine, 1, 50)
+    assert recorder.size == waiting.size > 0
+
+
+class TakenAtOnce(deque[tuple[bytes, int]]):
+    """A queue that a writer empties as soon as there is something in it."""
+
+    size = 0
+
+    def append(self, item: tuple[bytes, int]) -> None:
+        self.size += HEADER_BYTES + len(item[0])
 
 
 def test_directories_that_are_no_logs(recorded: Path, tmp_path: Path) -> None:
@@ -183,3 +204,30 @@ def test_no_more_is_recorded_than_there_is_room_for(tmp_path: Path, caplog: pyte
     found = list(baseline.outputs.values())
     assert 20 < len(found) < len(outputs)
     assert summary(found) == summary(outputs[: len(found)])
+
+
+def test_an_encrypted_run_replays_with_its_key_alone(tmp_path: Path) -> None:
+    for name in ("key", "other"):
+        make_secret(tmp_path / name)
+    with open_recorder(tmp_path / "log", key_file=tmp_path / "key") as recorder:
+        drive(recorded_engine(recorder, tenant_weights={"alice": 2.0}), 4)
+    assert list(RecordedLog(tmp_path / "log", tmp_path / "key").records())[-1] == Closed("in order")
+    header, records = (recorder.directory / name for name in ("header.json", "records.log"))
+    contents = header.read_bytes() + records.read_bytes()
+    assert not any(word in contents for word in (b"alice", b"in order", b"token_budget"))
+    with pytest.raises(ValueError, match=r"header\.json is encrypted: key_file must be given"):
+        RecordedLog(tmp_path / "log")
+    with pytest.raises(ValueError, match=r"header\.json is encrypted with another key than that of key_file"):
+        RecordedLog(tmp_path / "log", tmp_path / "other")
+    # A record that is changed with its checksums, or comes from another place, is noticed.
+    first = next(read_frames(records))
+    for changed in (frame(first[:-1] + bytes([first[-1] ^ 1]), 0), frame(first, 0) + frame(first, len(first) + 12)):
+        directory = copy_with(recorder.directory, tmp_path / "changed", changed)
+        with pytest.raises(ValueError, match="it was changed or moved since it was encrypted"):
+            list(RecordedLog(directory, tmp_path / "key").records())
+
+
+def test_a_key_is_no_use_for_a_run_that_is_not_encrypted(recorded: Path, tmp_path: Path) -> None:
+    make_secret(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"header\.json is not encrypted: key_file must not be given"):
+        RecordedLog(recorded, tmp_path / "key")

@@ -12,8 +12,11 @@ LEAST_BYTES = 32
 _MOST_BYTES = 4096
 
 
-def read_secret(path: str | os.PathLike[str]) -> bytes:
+def read_secret(path: str | os.PathLike[str], name: str = "kv_secret_file") -> bytes:
     """The contents of a secret's file. White space around them doesn't count, so that a line of text will do.
+
+    Args:
+      name: the argument or flag that named the file, for messages.
 
     Raises:
       ValueError: the file can't be read, others may read it, or its contents could be guessed; the message names it.
@@ -24,13 +27,13 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
             status = os.fstat(file.fileno())
             contents = file.read(_MOST_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else None
     except OSError as error:
-        raise ValueError(f"kv_secret_file: {path} can't be read: {error.strerror}") from None
+        raise ValueError(f"{name}: {path} can't be read: {error.strerror}") from None
     if contents is None:
-        raise ValueError(f"kv_secret_file: {path} is not a regular file")
-    check_private("kv_secret_file", path, status)
+        raise ValueError(f"{name}: {path} is not a regular file")
+    check_private(name, path, status)
     if not LEAST_BYTES <= len(contents) <= _MOST_BYTES:
         raise ValueError(
-            f"kv_secret_file: {path} must have {LEAST_BYTES} to {_MOST_BYTES} bytes, got {len(contents)}: make it with "
+            f"{name}: {path} must have {LEAST_BYTES} to {_MOST_BYTES} bytes, got {len(contents)}: make it with "
             "`longctx group-secret > FILE`"
         )
     return contents

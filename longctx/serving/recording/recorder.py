@@ -16,9 +16,11 @@ from longctx.models.validation import check_integer
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import Arrival, Cancel, Journal, LoadEnd, Release, RequestUpdate
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.encryption import SEAL_BYTES
 from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
-from longctx.serving.recording.log import RECORDS, Header
+from longctx.serving.recording.log import RECORDS, Header, RecordContext, log_key
 from longctx.serving.recording.records import (
+    HEADER_BYTES,
     NOT_FINITE,
     STOP,
     Arrived,
@@ -58,16 +60,18 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
     Args:
       directory: of this run, see `open_recorder`.
       max_bytes: of the records; what would exceed it is not recorded.
+      key_file: file of a secret with which all is encrypted. None: it is not.
 
     Attributes:
       size: bytes of the records that there are, with those that are not written yet.
     """
 
-    def __init__(self, directory: Path, max_bytes: int = 2**30) -> None:
+    def __init__(self, directory: Path, max_bytes: int = 2**30, key_file: str | os.PathLike[str] | None = None) -> None:
         self.directory, self.size = directory, 0
+        self._key = log_key(key_file)
         self.max_bytes = check_integer("max_bytes", max_bytes, _LEAST_BYTES)
         self._is_open = False  # whether it takes more
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[bytes, int]] = deque()  # records, and their places in the file
         self._written = 0
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,7 +93,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
         if self._thread is not None:
             raise ValueError("recorder records another engine already: each needs one of its own")
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        header.write(self.directory)
+        header.write(self.directory, self._key)
+        self._context = RecordContext(self.directory)
         if core.page_hash is not None:
             core.page_hash = _NotedHash(core.page_hash, self._keys)
         if core.sessions is not None:
@@ -118,8 +123,9 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
 
     def _append(self, payload: bytes) -> None:
         if self._is_open:
-            self._waiting.append(frame(payload, self.size))
-            self.size += len(self._waiting[-1])
+            place = self.size
+            self.size += HEADER_BYTES + len(payload) + (SEAL_BYTES if self._key is not None else 0)
+            self._waiting.append((payload, place))  # which the writer's thread may take at once
             if self.size - self._written > _MAX_UNWRITTEN:
                 self._stop(f"the disk does not keep up: {_MAX_UNWRITTEN >> 20} MiB wait to be written")
 
@@ -140,11 +146,16 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
             os.close(file)
 
     def _flush(self, file: int) -> None:
-        data = memoryview(b"".join(self._waiting.popleft() for _ in range(len(self._waiting))))
+        data = memoryview(b"".join(self._framed(*self._waiting.popleft()) for _ in range(len(self._waiting))))
         while data:
             count = os.write(file, data)
             self._written += count
             data = data[count:]
+
+    def _framed(self, payload: bytes, place: int) -> bytes:
+        if self._key is not None:
+            payload = b"".join(self._key.seal([payload], self._context(place)))
+        return frame(payload, place)
 
     # As a journal.
 
@@ -185,18 +196,21 @@ class Recorder(contextlib.AbstractContextManager["Recorder"], Journal):
         return left
 
 
-def open_recorder(directory: str | os.PathLike[str], max_bytes: int = 2**30) -> Recorder:
+def open_recorder(
+    directory: str | os.PathLike[str], max_bytes: int = 2**30, key_file: str | os.PathLike[str] | None = None
+) -> Recorder:
     """Open a recorder of a new run, for `Engine(..., recorder=...)`, in a folder of its own in `directory`.
 
     Args:
       directory: of all runs.
       max_bytes: of the run's records; what would exceed it is not recorded.
+      key_file: file of a secret, as `longctx group-secret` prints it, with which all is encrypted. None: it is not.
 
     Returns:
       A recorder, a context manager that closes its files.
 
     Raises:
-      ValueError: max_bytes is too small.
+      ValueError: max_bytes is too small; or key_file can't be used, or `cryptography` is not installed.
 
     Examples:
       >>> from longctx.models import load_checkpoint, load_tokenizer
@@ -211,7 +225,7 @@ def open_recorder(directory: str | os.PathLike[str], max_bytes: int = 2**30) -> 
       True
     """
     name = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}"
-    return Recorder(Path(directory) / name, max_bytes)
+    return Recorder(Path(directory) / name, max_bytes, key_file)
 
 
 def _arrived(arrival: Arrival, sequences: List[Sequence]) -> Arrived:

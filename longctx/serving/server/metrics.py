@@ -60,6 +60,8 @@ _TIER_GAUGES = {
     "pages": ("pages", "Pages that a tier has."),
     "num_bytes": ("bytes", "Bytes that they take."),
     "pinned_bytes": ("pinned_bytes", "Bytes of those that may not go."),
+    "capacity": ("capacity_bytes", "Bytes that a tier may have: fewer than configured while its volume is full."),
+    "is_failing": ("failing", "1 if the last write to a tier raised an error."),
 }
 
 

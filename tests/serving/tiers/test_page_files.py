@@ -196,18 +196,6 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     for folder in ("/proc/self/cache", "/dev/null/cache"):
         with pytest.raises(ValueError, match=f"disk: pages can't be kept in {folder}: "):
             make_store(Path(folder))
-    # One that goes away while it is in use.
-    store = make_store(tmp_path / "cache")
-    put(store, KEYS)
-    for path in sorted((tmp_path / "cache").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    only_on_disk(store)
-    assert load(store, KEYS) == 0
-    put(store, KEYS)
-    assert load(store, KEYS) == 5
-    assert store.stats.disk.failed > 0
-    assert store.stats.disk.corrupt == 0
-    store.close()
 
 
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def make_store(directory: Path | None = None, pages: int = 16, disk_pages: int =
     disk_bytes = options.pop("disk_bytes", disk_pages * layout.page_bytes + 2**20) if directory is not None else 0
     options.setdefault("queue_bytes", pages * layout.page_bytes)
     disk, eviction = None if directory is None else str(directory), options.pop("eviction", "lru")
-    config = TierConfig(pages * layout.page_bytes, disk_bytes, disk, eviction)
+    key_file = options.pop("disk_key_file", None)
+    config = TierConfig(pages * layout.page_bytes, disk_bytes, disk, eviction, disk_key_file=key_file)
     return TieredStore(config, layout, fingerprint, **options)
 
 

@@ -86,7 +86,7 @@ class TierIndex(Generic[Page]):
     """
 
     def __init__(self, tier: str, capacity: int, eviction: str = "lru") -> None:
-        self.tier, self.capacity, self.max_pinned = tier, capacity, capacity // 2
+        self.tier, self.capacity = tier, capacity
         self.used = self.pinned = self.num_evicted = 0
         self._rank, self._listener = EVICTION[eviction], list[TierListener]()
         self._pages: dict[Key, Page] = {}
@@ -103,6 +103,11 @@ class TierIndex(Generic[Page]):
 
     def __iter__(self) -> Iterator[Page]:
         return iter(self._pages.values())
+
+    @property
+    def max_pinned(self) -> int:
+        """Bytes of pages that may be pinned, at most."""
+        return self.capacity // 2
 
     def find(self, key: Key) -> Page | None:
         return self._pages.get(key)
@@ -248,6 +253,8 @@ class TierCounters:
       failed: writes that raised an error.
       bytes_read, bytes_written: bytes.
       pages, num_bytes, pinned_bytes: that it has now.
+      capacity: bytes that it may have now: fewer than it was made with while the volume of its files is full.
+      is_failing: whether the last write raised an error.
     """
 
     hits: int = 0
@@ -262,6 +269,8 @@ class TierCounters:
     pages: int = 0
     num_bytes: int = 0
     pinned_bytes: int = 0
+    capacity: int = 0
+    is_failing: bool = False
 
 
 @dataclass

@@ -224,6 +224,7 @@ class PageLoader:
                             self._stats.disk.corrupt += page.path.exists()
                             disk.remove(page)
                             disk.delete([page])
+                        disk.forget_removed()
                     break
                 sums.append(checksum)
             return sums

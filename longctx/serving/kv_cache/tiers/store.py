@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from longctx.serving.kv_cache.connector import Arrivals, PageRead, PageStore
+from longctx.serving.kv_cache.encryption import disk_key
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -65,7 +66,9 @@ class TieredStore:
         self._host = HostTier(config.host_bytes, layout, part, config.eviction)
         self._disk = None
         if config.disk is not None:
-            self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction)
+            key_file = config.disk_key_file
+            key = None if key_file is None else disk_key(key_file)
+            self._disk = DiskTier(Path(config.disk), layout, part, fingerprint, config.disk_bytes, config.eviction, key)
         self._tiers = [tier for tier in (self._host, self._disk) if tier is not None]
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
@@ -238,7 +241,7 @@ class TieredStore:
             for tier in self._tiers:
                 counters = getattr(stats, tier.tier)
                 counters.evicted, counters.pages = tier.num_evicted, len(tier)
-                counters.num_bytes, counters.pinned_bytes = tier.used, tier.pinned
+                counters.num_bytes, counters.pinned_bytes, counters.capacity = tier.used, tier.pinned, tier.capacity
             stats.disk.corrupt += 0 if self._disk is None else self._disk.num_unusable
             stats.waiting_bytes = sum(map(len, self._queues)) * self._page_bytes
             return stats
@@ -280,18 +283,27 @@ class TieredStore:
         return is_new
 
     def _write_to_disk(self, page: HostPage) -> None:
-        disk, key = self._disk, page.name.key
+        disk, key, freed = self._disk, page.name.key, 0
         assert disk is not None
-        with self._lock:
-            if key in disk:
-                return
-            planned = disk.plan(page.name)
-            if planned is None:
-                self._stats.disk.dropped += 1
-                return
-        file, removed = planned
-        disk.delete(removed)
-        disk.write(file, self._host.buffer(page), page.checksum)
+        while True:
+            free_bytes = disk.free_bytes()
+            with self._lock:
+                planned = None if key in disk else disk.plan(page.name, free_bytes)
+                if planned is None:
+                    self._stats.disk.dropped += key not in disk
+                    return
+            file, removed = planned
+            disk.delete(removed)
+            try:
+                disk.write(file, self._host.buffer(page), page.checksum)
+                break
+            except OSError as error:
+                if freed > file.size:  # and still there is no room: others take it
+                    raise
+                with self._lock:
+                    removed = disk.recover(error)
+                disk.delete(removed)
+                freed += file.size
         with self._lock:
             disk.add(file)
             if key in self._pins:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from longctx.serving.kv_cache.connector import PageRead, PageStore, assemble
@@ -20,6 +21,22 @@ logger = logging.getLogger(__name__)
 
 URGENT, IN_THE_BACKGROUND = 0, 1
 _LAST = 2
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class FaultLog:
+    """Log lines about something that fails and recovers: one for each change, and none within 10 s of the last."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+        self._next_line = 0.0
+
+    def note(self, fault: str | None, recovery: str) -> None:
+        """Log what fails, or, with None, what has recovered, unless the last line said so."""
+        now = time.monotonic()
+        if (fault is not None) != self._is_told and now >= self._next_line:
+            self._is_told, self._next_line = not self._is_told, now + _SECONDS_BETWEEN_LINES
+            logger.warning(recovery if fault is None else fault)
 
 
 class Workers:
@@ -155,6 +172,7 @@ class Writer:
         self._most, self._name, self._write = most_pages, name, write
         self._waiting: set[Key] = set()  # and the one that is being written
         self._workers = Workers(1, name)
+        self._faults = FaultLog()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -177,19 +195,20 @@ class Writer:
         self._workers.close(timeout)
 
     def _write_next(self, page: HostPage) -> None:
-        is_dropped = self._is_closed
+        is_dropped, fault = self._is_closed, None
         try:
             if not is_dropped:
                 self._write(page)
         except Exception as error:
-            is_dropped = True
-            with self._lock:
-                if not self._counters.failed:
-                    logger.warning("%s: a page can't be written: %r (later errors are counted)", self._name, error)
-                self._counters.failed += 1
+            fault = f"{self._name}: a page can't be written: {error!r} (later errors are counted)"
         finally:
+            if not is_dropped:
+                self._faults.note(fault, f"{self._name}: pages are written again")
             with self._lock:
-                self._counters.dropped += is_dropped
+                if not is_dropped:
+                    self._counters.is_failing = fault is not None
+                self._counters.failed += fault is not None
+                self._counters.dropped += is_dropped or fault is not None
                 self._waiting.discard(page.name.key)
                 self._host.release(page)
                 self._lock.notify_all()
