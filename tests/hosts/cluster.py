@@ -22,6 +22,7 @@ from switch import Rules
 
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
+from longctx.models.tokenizer import Tokenizer
 from longctx.serving import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,7 +51,7 @@ class Job:
             parts.append(draw.choice(_SENTENCES))
             if draw.random() < 0.3:
                 parts.append(f"The pass key of {draw.choice(_WORDS)} is {draw.randrange(100_000):05}.")
-        return load_tokenizer(TINY).encode(" ".join(parts) + f" What is the pass key of {draw.choice(_WORDS)}?")
+        return _tokenizer().encode(" ".join(parts) + f" What is the pass key of {draw.choice(_WORDS)}?")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -73,9 +74,14 @@ JOBS = [Job(number) for number in range(24)]
 
 
 @functools.cache
+def _tokenizer() -> Tokenizer:
+    return load_tokenizer(TINY)
+
+
+@functools.cache
 def _engine() -> Engine:
     model, params = load_checkpoint(TINY)
-    return Engine(model, params, EngineConfig(**_SIZES, buckets=(64,)), tokenizer=load_tokenizer(TINY))
+    return Engine(model, params, EngineConfig(**_SIZES, buckets=(64,)), tokenizer=_tokenizer())
 
 
 @dataclass

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import re
+import resource
 import socket
 import struct
 import threading
@@ -20,7 +21,8 @@ from cluster import ENGINE, Job, resident, written
 from serve_process import ServeProcess
 
 HONEST, HOSTILE, ADMIN = "key-of-the-honest-client", "key-of-a-hostile-client", "key-of-an-administrator"
-NUM_CONNECTIONS, NUM_SLOW, NUM_TENANTS, NUM_CANCELS = 2_000, 200, 300, 300
+NUM_CONNECTIONS = min(5_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+NUM_SLOW, NUM_TENANTS, NUM_CANCELS = 300, 500, 1_000
 HEADER_TIMEOUT = 5.0
 JOB = Job(1)
 
@@ -30,14 +32,14 @@ class Honest(threading.Thread):
 
     def __init__(self, server: ServeProcess) -> None:
         super().__init__()
-        self._server, self._stop = server, threading.Event()
+        self._server, self._over = server, threading.Event()
         self.problems: list[str] = []
         self.seconds: list[float] = []
 
     def run(self) -> None:
         body = {"prompt": JOB.prompt, "return_token_ids": True, **JOB.sampling}
         headers = {"authorization": f"Bearer {HONEST}"}
-        while not self._stop.wait(0.1):
+        while not self._over.wait(0.1):
             since = time.monotonic()
             try:
                 with httpx.Client(trust_env=False, timeout=30) as http:
@@ -51,7 +53,7 @@ class Honest(threading.Thread):
             self.seconds.append(time.monotonic() - since)
 
     def end(self) -> None:
-        self._stop.set()
+        self._over.set()
         self.join()
 
 
@@ -63,6 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     admin = written(folder / "admin", ADMIN)
     flags = ["--api-key-file", keys, "--admin-key-file", admin, "--header-timeout", str(HEADER_TIMEOUT), "--quiet"]
     with ServeProcess(*ENGINE, *flags) as server:
+        assert JOB.expected
         yield server
 
 
@@ -134,7 +137,6 @@ def send_bombs(server: ServeProcess) -> None:
     for sent in (
         request(bomb, "content-encoding: gzip\r\n"),
         request(b'{"prompt": "a", "x": ' + b"[" * 1_000_000),
-        request(b'{"prompt": "a"' + b"".join(b', "k%d": 1' % number for number in range(100_000)) + b"}"),
         request(b'{"prompt": [' + b"1," * 1_000_000 + b"1]}"),
         request(b"").replace(b"content-length: 0", b"content-length: 1000000000000"),
         request(b"").replace(b"content-length: 0", b"content-length: 5\r\ncontent-length: 6"),
