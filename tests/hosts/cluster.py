@@ -221,7 +221,8 @@ class Cluster:
         self.hosts: dict[str, Host] = {}
         self.members: dict[str, Member] = {}
         self._secret, self._key = written(folder / "secret", "s" * 40), written(folder / "key", "the-key-of-the-tests")
-        self.headers = {"authorization": "Bearer the-key-of-the-tests"}
+        self._keys = ["--admin-key-file", self._key, "--api-key-file", written(folder / "clients", "a-key-of-clients")]
+        self._admin = {"authorization": "Bearer the-key-of-the-tests"}
 
     def __enter__(self) -> Self:
         self.network.__enter__()
@@ -240,7 +241,7 @@ class Cluster:
             '[cluster]\nlauncher = "static"\nadmission = "none"\n[engine]\n'
             f"kv_secret_file = '{self._secret}'\nbuckets = '64'\n{sizes}",
         )
-        self._add("router", ["--cluster", file, "--instance-key-file", self._key, "--admin-key-file", self._key])
+        self._add("router", ["--cluster", file, "--instance-key-file", self._key, *self._keys])
         self._add_instances()
         self.wait_until_open()
 
@@ -260,7 +261,7 @@ class Cluster:
         pages = ["--kv-secret-file", self._secret, "--kv-host", host.address, "--kv-peer", NETWORK]
         router = f"{self.hosts['router'].address}:{PORT}"
         join = ["--join", router, "--join-key-file", self._key, "--join-role", role, "--join-name", name]
-        own = ["--role", "both", "--admin-key-file", self._key, "--join-url", f"http://{host.address}:{PORT}"]
+        own = ["--role", "both", *self._keys, "--join-url", f"http://{host.address}:{PORT}"]
         return [*ENGINE, *events, *pages, *join, *own]
 
     def __exit__(self, *error: object) -> None:
@@ -272,7 +273,7 @@ class Cluster:
 
     def _get(self, name: str, path: str) -> str:
         with self.hosts["router"].inside(), httpx.Client(trust_env=False, timeout=5) as http:
-            return http.get(f"{self.members[name].url}{path}", headers=self.headers).text
+            return http.get(f"{self.members[name].url}{path}", headers=self._admin).text
 
     def running(self, name: str) -> int:
         """Requests that an instance says it runs."""
@@ -336,7 +337,8 @@ class Cluster:
     def serve_through(self, clients: int, steps: Iterable[tuple[float, Callable[[], object]]]) -> list[Answer]:
         """Have clients ask while the steps are taken, each after so many seconds; returns all answers."""
         with self.hosts["router"].inside():
-            return serve_through(self.members["router"].url, self.headers, clients, steps)
+            headers = {"authorization": "Bearer a-key-of-clients"}
+            return serve_through(self.members["router"].url, headers, clients, steps)
 
 
 def serve_through(

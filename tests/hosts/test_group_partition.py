@@ -32,6 +32,7 @@ def test_streams_of_a_group_that_is_cut_go_on_elsewhere(way: tuple[str, str], ho
 
         def cut() -> None:
             assert cluster.running("g0") > 0, "nothing is on the instance whose network shall fail"
+            assert cluster.left(), "instances with requests hold nothing"
             cluster.network.set(cluster.block(way))
 
         answers = cluster.serve_through(6, [(5.0, cut), (1.5 * FAILURE_TIMEOUT, lambda: None)])

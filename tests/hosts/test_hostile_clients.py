@@ -185,6 +185,9 @@ def never_read(server: ServeProcess) -> None:
             connection = stack.enter_context(connect(server, number))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             connection.sendall(request(body.encode()))
+        end = time.monotonic() + 30
+        while not left(server):
+            assert time.monotonic() < end, "no stream has begun"
         time.sleep(5)
 
 
