@@ -11,9 +11,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import httpx
@@ -209,12 +210,12 @@ class Cluster:
 
     Attributes:
       NAMES: of the members, each on a host of its own: the router, one that reads prompts, two that decode.
-      INSTANCES: those that the router knows.
+      ROLES: of those that the router knows.
       members: by name.
     """
 
     NAMES: tuple[str, ...] = ("router", "p0", "d0", "d1")
-    INSTANCES: tuple[str, ...] = ("p0", "d0", "d1")
+    ROLES: Mapping[str, str] = MappingProxyType({"p0": "prefill", "d0": "decode", "d1": "decode"})
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.network = folder, Network(len(self.NAMES))
@@ -235,34 +236,31 @@ class Cluster:
 
     def _start(self) -> None:
         self.hosts = dict(zip(self.NAMES, self.network.hosts, strict=True))
-        sizes = "".join(f"{name} = {value}\n" for name, value in _SIZES.items())
-        file = written(
-            self._folder / "cluster.toml",
-            '[cluster]\nlauncher = "static"\nadmission = "none"\n[engine]\n'
-            f"kv_secret_file = '{self._secret}'\nbuckets = '64'\n{sizes}",
-        )
+        lines = ["[cluster]", 'launcher = "static"', 'admission = "none"']
+        lines += ["[engine]", f"kv_secret_file = '{self._secret}'", "buckets = '64'"]
+        lines += [f"{name} = {value}" for name, value in _SIZES.items()]
+        for name in self.ROLES:
+            url = f"http://{self.hosts[name].address}:{PORT}"
+            lines += ["[[instances]]", f"name = '{name}'", f"role = '{self.ROLES[name]}'", f"url = '{url}'"]
+        file = written(self._folder / "cluster.toml", "\n".join(lines))
         self._add("router", ["--cluster", file, "--instance-key-file", self._key, *self._keys])
         self._add_instances()
         self.wait_until_open()
 
     def _add_instances(self) -> None:
-        for name in self.INSTANCES:
-            self._add(name, self._instance(name, "prefill" if name == "p0" else "decode"))
+        for name in self.ROLES:
+            self._add(name, self._instance(name))
 
     def _add(self, name: str, flags: list[str]) -> None:
         host = self.hosts[name]
         listen = ["--host", host.address, "--port", str(PORT)]
         self.members[name] = Member(host, self._folder / f"{name}.log", [*flags, *listen])
 
-    def _instance(self, name: str, role: str) -> list[str]:
-        """Return the flags of an instance that joins the router."""
-        host = self.hosts[name]
+    def _instance(self, name: str) -> list[str]:
+        """Return the flags of an instance."""
         events = ["--kv-events", "tcp://*:5557", "--kv-events-replay", "tcp://*:5558"]
-        pages = ["--kv-secret-file", self._secret, "--kv-host", host.address, "--kv-peer", NETWORK]
-        router = f"{self.hosts['router'].address}:{PORT}"
-        join = ["--join", router, "--join-key-file", self._key, "--join-role", role, "--join-name", name]
-        own = ["--role", "both", *self._keys, "--join-url", f"http://{host.address}:{PORT}"]
-        return [*ENGINE, *events, *pages, *join, *own]
+        pages = ["--kv-secret-file", self._secret, "--kv-host", self.hosts[name].address, "--kv-peer", NETWORK]
+        return [*ENGINE, *events, *pages, "--role", "both", *self._keys]
 
     def __exit__(self, *error: object) -> None:
         self.network.set()
@@ -287,13 +285,13 @@ class Cluster:
 
     def wait_until_open(self) -> None:
         """Wait until all instances take requests."""
-        wanted = dict.fromkeys(self.INSTANCES, "open")
+        wanted = dict.fromkeys(self.ROLES, "open")
         self._wait(lambda: self.states() == wanted, START, lambda: "all instances are open")
 
     def left(self) -> dict[str, float]:
         """Return all that is not free though no request is there: by instance and metric."""
         found = {}
-        for name in self.INSTANCES:
+        for name in self.ROLES:
             for metric, number in re.findall(
                 r"^longctx:(num_requests_\w+|pages_held|kv_leases|kv_leased_pages)\{.*\} (.*)$",
                 self._get(name, "/metrics"),

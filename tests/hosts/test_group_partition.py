@@ -1,6 +1,7 @@
 """An instance of two processes on two hosts, between which one direction of the network fails."""
 
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from cluster import Cluster, check, summary, written
@@ -12,15 +13,15 @@ class GroupCluster(Cluster):
     """The router's instance "g0" is a group of g0 and g1, of one pipeline stage each; "d0" is one process."""
 
     NAMES = ("router", "g0", "g1", "d0")
-    INSTANCES = ("g0", "d0")
+    ROLES = MappingProxyType({"g0": "both", "d0": "both"})
 
     def _add_instances(self) -> None:
         secret = written(self._folder / "group", "g" * 40)
         group = ["--stage", "2", "--num-processes", "2", "--coordinator", f"{self.hosts['g0'].address}:6000"]
         group += ["--group-secret-file", secret, "--failure-timeout", str(FAILURE_TIMEOUT)]
         for number, name in enumerate(("g0", "g1")):
-            self._add(name, [*self._instance(name, "both"), *group, "--process-id", str(number)])
-        self._add("d0", self._instance("d0", "both"))
+            self._add(name, [*self._instance(name), *group, "--process-id", str(number)])
+        self._add("d0", self._instance("d0"))
 
 
 @pytest.mark.slow
