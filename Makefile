@@ -9,7 +9,8 @@ WORKERS ?= 2
 EDITABLE := --config-settings editable_mode=compat --editable
 TESTS ?= tests
 
-.PHONY: demo chat serve test test-all gpu-check gpu-report check bench needle docs figures silicon notebooks constraints clean
+.PHONY: demo chat serve test test-all test-hosts gpu-check gpu-report check bench needle docs figures silicon notebooks
+.PHONY: constraints clean
 
 $(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -117,6 +118,13 @@ test: $(VENV)/installed-aot $(VENV)/installed-ptxas
 test-all: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model $(VENV)/installed-gemma \
   $(VENV)/installed-routers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow' $(TESTS)
+
+# Clusters on several hosts, which are network namespaces of this machine, under faults; and hostile clients. SOAK: seconds
+# of faults at random. Skipped without the right to make namespaces.
+SOAK ?= 60
+
+test-hosts: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m 'slow or not slow' -rs -s tests/hosts --soak $(SOAK)
 
 # Ten minutes on a GPU. It uses PYTHON as it is if that has pytest and a JAX that finds a GPU, for machines without a
 # network; else it installs JAX for the CUDA version of the driver. OUT gets gpu.json, which is written as results come.
