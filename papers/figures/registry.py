@@ -1,7 +1,9 @@
 """Figures of each paper, in its order: modules of the paper's folder and their functions.
 
 A function `figure_15(inputs: Inputs) -> Figure` of a paper "medha" makes the figure that is called "medha_figure_15".
-Functions of one module run in one process, one after another, so that they can share what is expensive.
+Functions of one module run in one process, one after another, so that they can share what is expensive. The numbers
+are seconds of a processor that a figure took alone, on 2026-11-27 on one core of a Xeon; `TOGETHER` has those of all
+figures of a module, where these share runs.
 """
 
 import importlib
@@ -10,66 +12,68 @@ from typing import NamedTuple
 
 from papers.figures.figure import Figure, Inputs
 
-MNEMOSYNE: list[str] = [
-    "ranks:figure_1",
-    "resources:section_2_1",
-    "resources:figure_5",
-    "chunks:figure_7",
-    "chunks:figure_8",
-    "growth:section_4_4",
-    "chunks:figure_13",
-    "pipeline:figure_14",
-    "pipeline:figure_15",
-    "pipeline:figure_16",
-    "growth:section_6_3",
-    "ranks:figure_17",
-    "ranks:figure_18",
-    "growth:figure_19",
-    "pipeline:figure_20",
-    "ranks:figure_21",
-    "growth:figure_22",
-]
+MNEMOSYNE: dict[str, float] = {
+    "ranks:figure_1": 1.7,
+    "resources:section_2_1": 0.1,
+    "resources:figure_5": 0.4,
+    "chunks:figure_7": 2.4,
+    "chunks:figure_8": 4.3,
+    "growth:section_4_4": 14.7,
+    "chunks:figure_13": 0.9,
+    "pipeline:figure_14": 0.6,
+    "pipeline:figure_15": 2.0,
+    "pipeline:figure_16": 0.4,
+    "growth:section_6_3": 4.8,
+    "ranks:figure_17": 1.3,
+    "ranks:figure_18": 11.4,
+    "growth:figure_19": 0.8,
+    "pipeline:figure_20": 1.5,
+    "ranks:figure_21": 1.1,
+    "growth:figure_22": 0.3,
+}
 
-MEDHA: list[str] = [
-    "capacity:figure_1",
-    "capacity:equal_utilization",
-    "capacity:figure_4",
-    "capacity:figure_15",
-    "capacity:figure_16",
-    "ranks:figure_17",
-    "ranks:figure_18",
-    "capacity:figure_21",
-    "capacity:figure_22",
-    "capacity:figure_23",
-]
+MEDHA: dict[str, float] = {
+    "capacity:figure_1": 100.0,
+    "capacity:equal_utilization": 100.0,
+    "capacity:figure_4": 100.0,
+    "capacity:figure_15": 100.0,
+    "capacity:figure_16": 100.0,
+    "ranks:figure_17": 100.0,
+    "ranks:figure_18": 100.0,
+    "capacity:figure_21": 100.0,
+    "capacity:figure_22": 100.0,
+    "capacity:figure_23": 100.0,
+}
 
-META: list[str] = [
-    "exchange:table_2",
-    "prefill:figure_6",
-    "prefill:figure_7",
-    "prefill:figure_8",
-    "prefill:appendix_a",
-    "exchange:table_4",
-    "exchange:table_5",
-    "exchange:figure_10",
-    "decode:table_6",
-    "decode:table_7",
-    "decode:table_8",
-]
+META: dict[str, float] = {
+    "exchange:table_2": 0.3,
+    "prefill:figure_6": 1.7,
+    "prefill:figure_7": 0.2,
+    "prefill:figure_8": 0.6,
+    "prefill:appendix_a": 0.1,
+    "exchange:table_4": 1.3,
+    "exchange:table_5": 0.1,
+    "exchange:figure_10": 1.1,
+    "decode:table_6": 0.1,
+    "decode:table_7": 0.3,
+    "decode:table_8": 0.1,
+}
 
-MOONCAKE: list[str] = [
-    "stages:figure_2",
-    "stages:figure_5",
-    "stages:table_1",
-    "policies:figure_6",
-    "overload:figure_7",
-    "overload:figure_8",
-    "datasets:figure_9",
-    "datasets:figure_10",
-    "policies:figure_11",
-    "overload:table_2",
-    "stages:section_8",
-]
+MOONCAKE: dict[str, float] = {
+    "stages:figure_2": 1.4,
+    "stages:figure_5": 0.4,
+    "stages:table_1": 1.9,
+    "policies:figure_6": 100.0,
+    "overload:figure_7": 100.0,
+    "overload:figure_8": 100.0,
+    "datasets:figure_9": 100.0,
+    "datasets:figure_10": 100.0,
+    "policies:figure_11": 100.0,
+    "overload:table_2": 100.0,
+    "stages:section_8": 0.8,
+}
+
+TOGETHER = {"medha.capacity": 700.0, "medha.ranks": 700.0}
 
 PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META, "mooncake": MOONCAKE}
 TITLES = {
@@ -82,11 +86,12 @@ TITLES = {
 
 
 class Registered(NamedTuple):
-    """A figure that can be computed."""
+    """A figure that can be computed, with the seconds of a processor that it takes alone."""
 
     paper: str
     module: str
     function: str
+    seconds: float
 
     @property
     def path(self) -> str:
@@ -106,7 +111,11 @@ class Registered(NamedTuple):
 
 def registered(only: list[str] | None = None) -> list[Registered]:
     """All figures, or those of such papers, modules or names; ValueError: there is none of one of these."""
-    figures = [Registered(paper, *entry.split(":")) for paper, entries in PAPERS.items() for entry in entries]
+    figures = [
+        Registered(paper, module, function, seconds)
+        for paper, entries in PAPERS.items()
+        for (module, _, function), seconds in ((entry.partition(":"), took) for entry, took in entries.items())
+    ]
     if not only:
         return figures
     for wanted in only:
