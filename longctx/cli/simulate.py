@@ -92,9 +92,6 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
     deployment: Deployment | ClusterDeployment
     if options.cluster is None:
         deployment, requests, num_skipped = _make(options)
-        if _follows_hardware(options):
-            rows = deployment.config.token_budget
-            print(f"budget   {rows:,} rows a step: the smallest that saturates the devices (--token-budget)\n")
     else:
         deployment = make_cluster(options)
         requests, num_skipped = make_requests(options, deployment.model)
@@ -135,6 +132,9 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
             return plots.draw_deployment(record, traces or [])
         return plots.draw_cluster(record, deployment.config.ttft, deployment.config.tpot)
 
+    if isinstance(deployment, Deployment) and _follows_hardware(options):
+        rows = deployment.config.token_budget
+        print(f"budget   {rows:,} rows a step: the smallest that saturates the devices (--token-budget)\n")
     table = print_results(options, summary, draw)
     if options.out is not None:
         html_report.write_report(contents, record, table, plots.write_drawings(draw, options.out), options.out)
