@@ -1,6 +1,5 @@
 """Figures computed in processes, a module's in one. Apart from `__main__`, which spawned processes do not import."""
 
-import math
 import multiprocessing
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from papers.figures.figure import Inputs
-from papers.figures.registry import TOGETHER, Registered
+from papers.figures.registry import Registered, in_words, seconds_of
 from papers.figures.results import remove_result, write_figure
 
 _INTERVAL = 0.2  # seconds between looks at what is finished
@@ -28,9 +27,8 @@ class Task(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds of a processor that it should take: those of each figure alone, or of all together, if less."""
-        together = TOGETHER.get(self.figures[0].path, math.inf)
-        return min(sum(figure.seconds for figure in self.figures), together)
+        """Seconds of a processor that it should take."""
+        return seconds_of(self.figures)
 
 
 class Done(NamedTuple):
@@ -55,12 +53,8 @@ def estimate(tasks: list[Task], jobs: int) -> str:
     alone = sum(task.seconds for task in tasks)
     least = max(max(task.seconds for task in tasks), alone / jobs)
     count = sum(len(task.figures) for task in tasks)
-    beside = f", {_minutes(least)} or more in {min(jobs, len(tasks))} processes" if min(jobs, len(tasks)) > 1 else ""
-    return f"{count} figure{'s' * (count > 1)}: about {_minutes(alone)} of a processor{beside}"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(1, math.ceil(seconds))} s"
+    beside = f", {in_words(least)} or more in {min(jobs, len(tasks))} processes" if min(jobs, len(tasks)) > 1 else ""
+    return f"{count} figure{'s' * (count > 1)}: about {in_words(alone)} of a processor{beside}"
 
 
 def compute(task: Task) -> list[Done]:

@@ -7,6 +7,7 @@ figures of a module, where these share runs.
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -123,3 +124,16 @@ def registered(only: list[str] | None = None) -> list[Registered]:
             names = ", ".join(figure.name for figure in figures) or "none"
             raise ValueError(f"there is no figure, module or paper {wanted!r}; the figures: {names}")
     return [figure for figure in figures if {figure.paper, figure.path, figure.name} & set(only)]
+
+
+def seconds_of(figures: list[Registered]) -> float:
+    """Seconds of a processor that figures should take: each alone, or all of a module, where these are less."""
+    modules: dict[str, float] = {}
+    for figure in figures:
+        modules[figure.path] = modules.get(figure.path, 0.0) + figure.seconds
+    return sum(min(seconds, TOGETHER.get(path, math.inf)) for path, seconds in modules.items())
+
+
+def in_words(seconds: float) -> str:
+    """Seconds as text, in minutes from two of these on."""
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(1, math.ceil(seconds))} s"

@@ -177,7 +177,7 @@ def test_pages_name_figures_of_earlier_tables(tmp_path: Path) -> None:
     for tables, is_said in ((result.tables, False), ("", True), ("0" * 12, True)):
         write_pages({"meta": [dataclasses.replace(result, tables=tables)]}, tmp_path)
         for page in ("README.md", "meta.md"):
-            assert ("and not yet again: `meta_figure_1`." in (tmp_path / page).read_text()) == is_said
+            assert ("and not yet again: `meta_figure_1`. To" in (tmp_path / page).read_text()) == is_said
 
 
 def test_inputs_are_checked(tmp_path: Path) -> None:
