@@ -2,8 +2,9 @@
 
 A function `figure_15(inputs: Inputs) -> Figure` of a paper "medha" makes the figure that is called "medha_figure_15".
 Functions of one module run in one process, one after another, so that they can share what is expensive. The numbers
-are seconds of a processor that a figure took alone, on 2026-11-27 on one core of a Xeon; `TOGETHER` has those of all
-figures of a module, where these share runs.
+are seconds of a processor that a figure takes alone, and `TOGETHER` those of all figures of a module, where these share
+runs. They are of 2026-11-27, on a core of a Xeon beside much other work: those up to 150 seconds and Mooncake's figure
+6 were measured; larger ones follow from the number of their runs, of which single or shorter ones were measured.
 """
 
 import importlib
@@ -34,16 +35,16 @@ MNEMOSYNE: dict[str, float] = {
 }
 
 MEDHA: dict[str, float] = {
-    "capacity:figure_1": 100.0,
-    "capacity:equal_utilization": 100.0,
-    "capacity:figure_4": 100.0,
-    "capacity:figure_15": 100.0,
-    "capacity:figure_16": 100.0,
-    "ranks:figure_17": 100.0,
-    "ranks:figure_18": 100.0,
-    "capacity:figure_21": 100.0,
-    "capacity:figure_22": 100.0,
-    "capacity:figure_23": 100.0,
+    "capacity:figure_1": 139.0,
+    "capacity:equal_utilization": 410.0,
+    "capacity:figure_4": 3.2,
+    "capacity:figure_15": 1400.0,
+    "capacity:figure_16": 1400.0,
+    "ranks:figure_17": 470.0,
+    "ranks:figure_18": 700.0,
+    "capacity:figure_21": 138.0,
+    "capacity:figure_22": 1450.0,
+    "capacity:figure_23": 740.0,
 }
 
 META: dict[str, float] = {
@@ -64,17 +65,17 @@ MOONCAKE: dict[str, float] = {
     "stages:figure_2": 1.4,
     "stages:figure_5": 0.4,
     "stages:table_1": 1.9,
-    "policies:figure_6": 100.0,
-    "overload:figure_7": 100.0,
-    "overload:figure_8": 100.0,
-    "datasets:figure_9": 100.0,
-    "datasets:figure_10": 100.0,
-    "policies:figure_11": 100.0,
-    "overload:table_2": 100.0,
+    "policies:figure_6": 380.0,
+    "overload:figure_7": 250.0,
+    "overload:figure_8": 500.0,
+    "datasets:figure_9": 300.0,
+    "datasets:figure_10": 480.0,
+    "policies:figure_11": 190.0,
+    "overload:table_2": 1830.0,
     "stages:section_8": 0.8,
 }
 
-TOGETHER = {"medha.capacity": 700.0, "medha.ranks": 700.0}
+TOGETHER = {"medha.capacity": 2400.0, "medha.ranks": 700.0, "mooncake.overload": 2080.0}
 
 PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META, "mooncake": MOONCAKE}
 TITLES = {
