@@ -14,6 +14,7 @@ from papers.figures.figure import Inputs
 from papers.figures.registry import Registered, in_words, seconds_of
 from papers.figures.results import remove_result, write_figure
 
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 _INTERVAL = 0.2  # seconds between looks at what is finished
 
 
@@ -77,12 +78,11 @@ def compute_all(tasks: list[Task], jobs: int) -> list[Done]:
     """Compute tasks in processes, with a progress bar of the seconds that figures should take, and what is left."""
     context = multiprocessing.get_context("spawn")
     finished: SimpleQueue[Registered] = context.SimpleQueue()
+    total = 1e-6 + sum(task.seconds for task in tasks)  # a sum of its parts may be larger by rounding
     shares = {task.figures[0].path: task.seconds / sum(each.seconds for each in task.figures) for task in tasks}
     with (
         context.Pool(min(jobs, len(tasks)), _report_to, (finished,)) as pool,
-        tqdm(
-            total=round(sum(task.seconds for task in tasks)), desc="figures", unit="s", file=sys.stderr, disable=None
-        ) as bar,
+        tqdm(total=total, desc="figures", bar_format=_BAR, file=sys.stderr, disable=None) as bar,
     ):
         found = pool.map_async(compute, tasks, chunksize=1)
         while not found.ready() or not finished.empty():
