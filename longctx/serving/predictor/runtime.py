@@ -341,11 +341,13 @@ class CurvePredictor:
             if self.overlap:
                 prompts -= self.overlap * sum([shorter(self.per_pair, self.per_key, *each) for each in chunks])
         in_windows, decodes = 0.0, self._per_decode_key * decode_keys  # type: ignore[attr-defined]
+        seen = decode_keys
         if self.sliding is not None:
-            in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
+            in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
             decodes = decodes + of_decodes
+            seen = decode_keys + self.sliding.share * (in_window - decode_keys)  # on average over the layers
         if isinstance(decode_keys, np.ndarray) or decode_keys:  # else rows are counted, and no attention
-            decodes = decodes + self.kernel.of_decodes(num_decodes, decodes)
+            decodes = decodes + self.kernel.of_decodes(num_decodes, seen, decodes)
         attention = prompts + in_windows + kernel + decodes
         if self.exchange is not None and self.exchange.concerns(work):
             rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows, kernel)
@@ -394,7 +396,7 @@ class CurvePredictor:
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
         counts, decodes = [count for _, count in chunks], self._per_decode_key * decode_keys  # type: ignore[attr-defined]
         if decode_keys:
-            decodes += self.kernel.of_decodes(rows - sum(counts), decodes)
+            decodes += self.kernel.of_decodes(rows - sum(counts), decode_keys, decodes)
         logits, keys, kernel = self.per_sample * samples, keys + start, self.kernel
         hidden = sum(shorter(per_pair, per_key, *each) for each in chunks) if overlap else 0.0
 
