@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +161,89 @@ def test_a_workload_is_served_by_the_best(tmp_path: Path, capsys: pytest.Capture
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n2000000,20\n")
     assert plan(*TARGET, *more) == 2
     assert "--workload has a request of 2,000,020 tokens" in capsys.readouterr().err
+
+
+_ESTIMATOR = """\
+import json, pathlib, sys
+arguments = sys.argv[1:]
+flags = dict(zip(arguments[2::2], arguments[3::2], strict=True))
+model = json.loads(pathlib.Path(flags["--model-path"], "config.json").read_text())
+with pathlib.Path(__file__).with_suffix(".json").open("a") as log:
+    print(json.dumps(arguments[:2] + [flags, model]), file=log)
+if flags["--tp-size"] == "4":
+    print("  a traceback", "ValueError: no table of these", "", sep="\\n", file=sys.stderr)
+    sys.exit(1)
+print("=====", "  ISL:   128000", "  TTFT:             1234.5 ms", "  TPOT:             6.5 ms", sep="\\n")
+"""
+
+
+@pytest.fixture
+def estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Log of a program on PATH that prints as AIConfigurator does; with four tensor ranks it fails."""
+    program = tmp_path / "estimator.py"
+    program.write_text(_ESTIMATOR)
+    start = tmp_path / "bin" / "aiconfigurator"
+    start.parent.mkdir()
+    start.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"\n')
+    start.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{start.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside it there is no real one
+    return program.with_suffix(".json")
+
+
+def test_a_second_opinion_is_beside_each_plan(
+    estimator: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "plans.json"
+    assert plan(*TARGET, "--compare", "--kv-dtype", "float8_e4m3fn", "--no-check", "--json", str(results)) == 0
+    printed, found = capsys.readouterr().out, json.loads(results.read_text())
+    head, *rows = printed.splitlines()[: len(found["plans"]) + 1]
+    at = head.index("AIC TTFT")
+    asked = [json.loads(line) for line in estimator.read_text().splitlines()]
+    for row, each, opinion in zip(rows, found["plans"], found["aiconfigurator"], strict=True):
+        sizes = {axis: each["plan"][axis] for axis in ("stage", "context", "tensor")}
+        if sizes["context"] > 1 or sizes["tensor"] == 4:
+            assert row[at:].split() == ["-", "-"]
+            assert opinion.keys() == {"error"}
+        else:
+            assert row[at:].split() == ["1.23", "s", "6.5", "ms"]
+            assert opinion == {"ttft": pytest.approx(1.2345), "tpot": pytest.approx(0.0065)}
+        if sizes["context"] == 1:
+            (flags,) = [
+                flags
+                for *_, flags, _ in asked
+                if (flags["--pp-size"], flags["--tp-size"]) == (str(sizes["stage"]), str(sizes["tensor"]))
+            ]
+            assert flags["--ctx-tokens"] == str(each["prompt"]["largest"])
+    for *words, flags, model in asked:
+        assert words == ["cli", "estimate"]
+        assert (flags["--system"], flags["--isl"], flags["--osl"]) == ("h100_sxm", "128000", "256")
+        assert (flags["--kvcache-quant-mode"], flags["--batch-size"]) == ("fp8", "1")
+        assert (model["architectures"], model["num_hidden_layers"]) == (["LlamaForCausalLM"], 32)
+    assert "AIConfigurator has no estimate: ValueError: no table of these\n" in printed
+    assert "AIConfigurator has no estimate: plans with context ranks are not among its own\n" in printed
+
+
+def test_a_second_opinion_needs_its_program_and_its_devices(
+    estimator: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*TARGET, "--compare", "--hardware", "meta-gtt") == 2
+    assert "--compare: AIConfigurator is asked about H100, H200, A100, not H100-500W" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(estimator.parent))
+    assert plan(*TARGET, "--compare") == 2
+    assert "--compare needs the program `aiconfigurator` on PATH" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aiconfigurator") is None, reason="needs aiconfigurator")
+def test_aiconfigurator_agrees_with_plans_of_one_device(tmp_path: Path) -> None:
+    """Both know the same measured operators."""
+    results, target = tmp_path / "plans.json", ["--gpus", "1", "--context", "32K", "--ttft", "10", "--tpot", "0.05"]
+    assert plan(*target, "--compare", "--no-check", "--json", str(results)) == 0
+    found = json.loads(results.read_text())
+    for each, opinion in zip(found["plans"], found["aiconfigurator"], strict=True):
+        assert opinion["ttft"] == pytest.approx(each["prompt"]["ttft"], rel=0.3)
+        assert opinion["tpot"] == pytest.approx(each["prompt"]["tpot"], rel=0.3)
 
 
 def test_no_plan_meets_a_target_that_is_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,14 @@ import pytest
 from longctx.cli import main
 from longctx.models.builtin import TINY
 from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.plotting import COLORS
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.simulation.capacity import PRECISION, parse_targets, search
+from longctx.simulation.hardware import saturating_rows
+from longctx.simulation.models import MODELS
 from longctx.simulation.sweep import parse_grid, points
 from longctx.simulation.workloads.arrivals import MAX_RATE
 
@@ -215,7 +219,10 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step of 8 rows takes 10 ms, one of 16 rows 20 ms: a prompt of 40 tokens 20 + 20 + 10."""
+    """A step of 8 rows takes 10 ms, one of 16 rows 20 ms: a prompt of 40 tokens 20 + 20 + 10.
+
+    A step has as many rows as the profile's.
+    """
     profile, results, model = (
         tmp_path / "profile.json",
         tmp_path / "all.json",
@@ -229,7 +236,7 @@ def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFi
         "buckets": [8, 16],
     }
     save_profile(profile, RuntimePredictor.of_rows({8: 0.01, 16: 0.02}, (1,), (0.0,)), subject)
-    sizes = ["--page-size", "16", "--max-running", "4", "--token-budget", "16", "--topology", "cpu"]
+    sizes = ["--page-size", "16", "--max-running", "4", "--topology", "cpu"]
     workload = ["--requests", "1", "--prompt-tokens", "40", "--output-tokens", "3"]
     arguments = ["--model", str(TINY), *workload, *sizes, "--profile", str(profile)]
     assert simulate(*arguments, "--json", str(results)) == 0
@@ -240,3 +247,28 @@ def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFi
     assert "was measured on another engine: --page-size is 16 there, 32 here" in capsys.readouterr().err
     assert simulate(*arguments, "--tensor", "2") == 2
     assert "was measured on one device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ([], saturating_rows(MODELS["llama-3-8b"], Topology.preset("h100-rdma"))),
+        (["--tensor=8"], saturating_rows(MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8))),
+        (["--max-running=1000"], 1000),
+        (["--token-budget=256"], 256),
+        (["--preset=sarathi"], 512),
+        (["--preset=medha"], 4096),
+        (["--preset=medha", "--token-budget=1024"], 1024),
+        (["--buckets=64,128"], 128),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_token_budget_follows_from_the_hardware(
+    flags: list[str], rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless a flag says how many rows a step has; what follows is printed."""
+    results = tmp_path / "all.json"
+    assert simulate("--requests", "2", *flags, "--json", str(results)) == 0
+    assert json.loads(results.read_text())["config"]["token_budget"] == rows
+    is_printed = f"budget   {rows:,} rows a step" in capsys.readouterr().out
+    assert is_printed == (not any("budget" in each or "preset" in each or "buckets" in each for each in flags))

@@ -47,6 +47,7 @@ _SCHEDULING = (
 )
 _PROCESSES = Flags(ProcessFlags, "processes: start each with the same command; process 0 prints the results")
 _WORKLOAD = Flags(WorkloadFlags, "workload")
+_BUDGET = "the most rows of a step on a rank; default: of the smallest step that saturates the devices"
 _TIERS = "KV cache beyond the devices (docs/kv_cache.md); SIZE as 8GiB or 500MB"
 _OTHER_SETTINGS = "the same requests under other settings"
 
@@ -133,7 +134,7 @@ FLAGS: Mapping[str, tuple[Flags, ...]] = {
         _KV_DTYPE,
         _WORKLOAD._replace(aliases={"rate": ("--qps",)}),
         Flags(SimulateFlags, "workload", ("mix", "users", "jitter", "window")),
-        _ENGINE,
+        _ENGINE._replace(defaults={"token_budget": None}, helps={**_ENGINE.helps, "token_budget": _BUDGET}),
         _DEVICES[0],
         _TOPOLOGY,
         Flags(SimulateFlags, "devices", ("instances", "baseline", "cluster")),

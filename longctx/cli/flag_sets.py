@@ -209,6 +209,7 @@ class PlanFlags:
     best: Annotated[Positive, "plans to show"] = 10
     price: Annotated[AboveZero | None, "of a GPU for an hour, for the cost of a prompt"] = None
     no_check: Annotated[bool, "don't simulate the winner"] = False
+    compare: Annotated[bool, "show what AIConfigurator, which must be installed, estimates of each plan too"] = False
 
 
 @flag_set

@@ -8,12 +8,19 @@ import math
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from longctx.cli.flags import flag, prefixing, refuse
 from longctx.cli.settings import given_topology
 from longctx.cli.terminal import FAILED, Console
 from longctx.cli.workload import named_model
+from longctx.models.config import LlamaConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.planner.prompt import Prompt, simulate_prompt
 from longctx.simulation.planner.search import Goal, Planned, RejectedPlan, SearchResult, search
@@ -22,6 +29,9 @@ from longctx.simulation.sweep import run_in_processes
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6}
+_SYSTEMS = {"H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm"}  # AIConfigurator's names, by devices' names
+_ESTIMATE = re.compile(r"^\s*(TTFT|TPOT):\s*([\d.]+) ms", re.MULTILINE)
+_ESTIMATE_TIMEOUT = 600.0  # seconds; it takes about 10
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     model, console = named_model(options.model), Console(options.quiet)
     topology = given_topology(options)
     assert topology is not None
+    estimator = _estimator(topology.device.name) if options.compare else None
     requests = _requests(options)
     goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
     with console.bar(desc="plans", unit="plan") as bar:
@@ -46,7 +57,12 @@ def run(options: argparse.Namespace) -> int:
         served = _serve(best, requests, options, console)
         order = sorted(range(len(best)), key=lambda at: (-((served[at] or {}).get("in_time") or 0.0), at))
         best, served = [best[at] for at in order], [served[at] for at in order]
-    print(_table(best, served, options.price) if best else _nearest(found, options))
+    estimates: list[dict[str, Any]] = []
+    if estimator is not None and best:
+        estimates = _estimates(best, goal, model, estimator, options, console)
+    print(_table(best, served, options.price, estimates) if best else _nearest(found, options))
+    for text in dict.fromkeys(each["error"] for each in estimates if "error" in each):
+        print(f"AIConfigurator has no estimate: {text}")
     print(f"\n{_rejections(found)}")
     checked = None
     if best:
@@ -56,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         contents = {
             "goal": dataclasses.asdict(goal),
             "plans": [_plain(planned, summary) for planned, summary in zip(best, served, strict=True)],
+            "aiconfigurator": estimates,
             "simulated": None if checked is None else checked._asdict(),
             "fallen": [
                 each._asdict()
@@ -132,6 +149,69 @@ def _serve(
     return found
 
 
+def _estimator(device: str) -> list[str]:
+    """The command that asks AIConfigurator; ValueError: it is not installed, or has no tables of the device."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    program = shutil.which("aiconfigurator", path=os.pathsep.join(folders))
+    if program is None:
+        raise ValueError("--compare needs the program `aiconfigurator` on PATH: pip install aiconfigurator")
+    if device not in _SYSTEMS:
+        raise ValueError(f"--compare: AIConfigurator is asked about {', '.join(_SYSTEMS)}, not {device}: --hardware")
+    return [program, "cli", "estimate", "--system", _SYSTEMS[device], "--backend", "vllm"]
+
+
+def estimate(planned: Planned, goal: Goal, command: list[str]) -> dict[str, Any]:
+    """Ask AIConfigurator about a plan.
+
+    Args:
+      planned: whose sizes and largest chunk it is asked about.
+      goal: whose request is alone in the engine.
+      command: its program and first arguments, those of the model and the devices.
+
+    Returns:
+      Seconds of `ttft` and `tpot`, or the `error` that says why there are none.
+    """
+    plan = planned.deployment.plan
+    if plan.context > 1:
+        return {"error": "plans with context ranks are not among its own"}
+    numbers = {"isl": goal.context, "osl": goal.output_tokens, "batch-size": 1, "ctx-tokens": planned.prompt.largest}
+    numbers |= {"tp-size": plan.tensor, "pp-size": plan.stage}
+    words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    try:
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_ESTIMATE_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    found = {name.lower(): float(number) / 1e3 for name, number in _ESTIMATE.findall(done.stdout)}
+    if done.returncode or found.keys() != {"ttft", "tpot"}:
+        lines = (done.stderr or done.stdout).split("\n")
+        return {"error": next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")}
+    return found
+
+
+def _estimates(
+    best: list[Planned],
+    goal: Goal,
+    model: LlamaConfig,
+    command: list[str],
+    options: argparse.Namespace,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """Ask AIConfigurator about plans, as vLLM would serve a model of these sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        contents = {name: value for name, value in model.to_hf().items() if name != "quantization_config"}
+        Path(folder, "config.json").write_text(json.dumps(contents | {"torch_dtype": "bfloat16"}), encoding="utf-8")
+        command = [*command, "--model-path", folder]
+        command += [] if model.quantization is None else ["--gemm-quant-mode", "fp8"]
+        command += [] if options.kv_dtype is None else ["--kvcache-quant-mode", "fp8"]
+        workers = ThreadPoolExecutor(options.jobs or os.cpu_count() or 1)
+        with workers, console.bar(total=len(best), desc="AIConfigurator", unit="plan") as bar:
+            found = []
+            for each in workers.map(lambda planned: estimate(planned, goal, command), best):
+                found.append(each)
+                bar.update()
+    return found
+
+
 def _simulate(planned: Planned, goal: Goal, console: Console) -> Prompt:
     """Simulate the winner, and print it beside what was predicted."""
     predicted = planned.prompt
@@ -156,12 +236,15 @@ def describe(plan: ParallelPlan) -> str:
     return f"{sizes} {plan.exchange} {plan.placement}{limit}{' ffn=all' if plan.ffn == 'all' else ''}"
 
 
-def _table(best: list[Planned], served: list[dict[str, Any] | None], price: float | None) -> str:
+def _table(
+    best: list[Planned], served: list[dict[str, Any] | None], price: float | None, estimates: list[dict[str, Any]]
+) -> str:
     head = ["stage x context x tensor", "GPUs", "chunks", "TTFT", "TPOT", "beside", "GB", "MFU", "GPU-s"]
     head += ["cost"] if price is not None else []
+    head += ["AIC TTFT", "AIC TPOT"] if estimates else []
     head += ["TTFT p90", "TPOT p90", "in time"] if any(served) else []
     rows = []
-    for planned, summary in zip(best, served, strict=True):
+    for at, (planned, summary) in enumerate(zip(best, served, strict=True)):
         prompt, config = planned.prompt, planned.deployment.config
         span = f"{prompt.smallest:,}-{prompt.largest:,}" if prompt.smallest < prompt.largest else f"{prompt.largest:,}"
         row = [describe(planned.deployment.plan), f"{planned.devices} x {planned.deployment.instances}"]
@@ -170,11 +253,18 @@ def _table(best: list[Planned], served: list[dict[str, Any] | None], price: floa
         row += [f"{planned.memory / 1e9:.0f}/{planned.usable / 1e9:.0f}", f"{planned.mfu:.0%}"]
         row += [f"{planned.gpu_seconds:,.0f}"]
         row += [f"{planned.gpu_seconds / 3600 * price:.3g}"] if price is not None else []
+        row += _estimated(estimates[at]) if estimates else []
         row += _served(summary) if any(served) else []
         rows.append(row)
     widths = [max(len(row[at]) for row in (head, *rows) if at < len(row)) for at in range(len(head))]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)) for row in (head, *rows))
     return "\n".join(map(str.rstrip, lines))
+
+
+def _estimated(estimate: dict[str, Any]) -> list[str]:
+    if "error" in estimate:
+        return ["-", "-"]
+    return [f"{estimate['ttft']:.2f} s", f"{1e3 * estimate['tpot']:.1f} ms"]
 
 
 def _served(summary: dict[str, Any] | None) -> list[str]:

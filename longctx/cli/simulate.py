@@ -35,6 +35,7 @@ from longctx.serving.validation import check_text, field_types
 from longctx.simulation.capacity import Capacity, Target, Tried, find_capacity, parse_targets
 from longctx.simulation.cluster.settings import Change, ClusterSettings
 from longctx.simulation.deployment import ClusterDeployment, Deployment
+from longctx.simulation.hardware import saturating_rows
 from longctx.simulation.record import Record
 from longctx.simulation.reports import chrome_trace, html_report, plots
 from longctx.simulation.reports.report import summarize_deployment
@@ -131,6 +132,9 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
             return plots.draw_deployment(record, traces or [])
         return plots.draw_cluster(record, deployment.config.ttft, deployment.config.tpot)
 
+    if isinstance(deployment, Deployment) and _follows_hardware(options):
+        rows = deployment.config.token_budget
+        print(f"budget   {rows:,} rows a step: the smallest that saturates the devices (--token-budget)\n")
     table = print_results(options, summary, draw)
     if options.out is not None:
         html_report.write_report(contents, record, table, plots.write_drawings(draw, options.out), options.out)
@@ -231,9 +235,29 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     assert topology is not None
     plan = parallel_plan(options)
     _check_devices("--instances", options.instances * plan.num_devices)
-    config = engine_config(options, max_length=longest)
+    rows = _token_budget(options, model, topology, plan)
+    config = engine_config(options, max_length=longest, token_budget=rows)
     measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
     return Deployment(model, topology, plan, config, options.instances, measured, options.baseline)
+
+
+def _follows_hardware(options: argparse.Namespace) -> bool:
+    """Whether nothing that is given says how many rows a step has."""
+    names = ("token_budget", "buckets", "preset", "profile", "baseline")
+    return all(getattr(options, name) is None for name in names)
+
+
+def _token_budget(options: argparse.Namespace, model: LlamaConfig, topology: Topology, plan: ParallelPlan) -> int:
+    """Return the rows of a step at most: as given, of a profiled engine, or as many as saturate the devices."""
+    if options.token_budget is not None:
+        return int(options.token_budget)
+    if options.buckets is not None:
+        return max(options.buckets)
+    if _follows_hardware(options):
+        return max(options.max_running, saturating_rows(model, topology, plan, options.kv_dtype))
+    if options.profile is not None:
+        return int(max(read_profile(options.profile)[1].get("buckets", (EngineConfig.token_budget,))))
+    return EngineConfig.token_budget  # a preset has it if it gives no other; a baseline has its own
 
 
 def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from longctx import plotting
-from papers.figures.compute import Task, compute_all
+from papers.figures.compute import Task, compute_all, estimate
 from papers.figures.figure import Inputs
 from papers.figures.pages import count, write_pages
 from papers.figures.registry import PAPERS, Registered, registered
@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("figures: nothing is drawn: matplotlib is not installed", file=sys.stderr)
     modules = [list(group) for _, group in groupby(sorted(figures, key=_module), key=_module)]
     tasks = [Task(group, inputs, options.out, options.png) for group in modules]
+    if tasks and not options.quick:
+        print(estimate(tasks, options.jobs), file=sys.stderr)
     done = compute_all(tasks, options.jobs) if tasks else []
     results: dict[str, list[Result]] = {paper: [] for paper in PAPERS}
     for figure in registered():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from papers.figures.figure import CORRECTED_SINCE, Statement
-from papers.figures.registry import TITLES
+from papers.figures.registry import TITLES, in_words, registered, seconds_of
 from papers.figures.results import FILES, Result, tables_digest
 
 COMMAND = "python -m papers.figures"
@@ -35,26 +35,33 @@ itself, not that it predicts, and are counted apart. A simulation cannot show th
 transfers leave each other alone, what a host adds that is late, clocks that fall with heat, or failures; and it knows
 of a paper's setting only what the paper says: neither its requests nor its kernels were published. So ratios between
 two settings are worth more than seconds, orderings more than ratios, and all of them less than one measurement on the
-devices themselves.
-
-## Which statements are predicted from independent measurements
-
+devices themselves."""
+_INDEPENDENT_TITLE = "## Which statements are predicted from independent measurements"
+_INDEPENDENT = """\
 No number of the cost model is from Mnemosyne, Medha or Mooncake, so all their rows that are neither *arithmetic* nor
-*fitted* are predictions from what others measured:
-
-- Mnemosyne: products, decodes and all-reduces within a host as AIConfigurator's tables have them of H100, hops between
-  hosts as Meta's paper. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of the
-  kernels before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite
-  independent. With FlashAttention 3, which the tables have (68 %), attention would take half as long.
-- Medha: products, attention and all-reduces by AIConfigurator's tables, of A100, and in figures 17 and 18 of H100 with
-  FlashAttention 3; hops between hosts by Vidur's table of A100, and Meta's paper for H100.
-- Meta: products, in-host all-reduces, norms and decodes' keys are independent measurements, of H100 of 700 W scaled by
-  data sheets to these of 500 W. Attention's FLOP/s, RDMA's rates and contention are this paper's own. So TTIT of tensor
-  parallelism (tables 6 and 7: TP8 to TP32) is predicted from independent measurements, and its TTFT but for attention's
-  FLOP/s and RDMA's rate. TTFT and TTIT of context parallelism (figures 6, 8 and 9, tables 4, 6 and 7) and the parts of
-  table 8 are predicted from parts that the paper measured one by one: they test how these are put together.
-- Mooncake: products and attention as AIConfigurator's tables have them of A100; an A800's NVLink at the share that an
-  A100's reaches by Vidur's, the network at the share of Meta's RDMA."""
+*fitted* are predictions from what others measured:"""
+_SOURCES = {
+    "mnemosyne": """\
+Products, decodes and all-reduces within a host are as AIConfigurator's tables have them of H100, hops between hosts as
+Meta's paper. Attention of prompts reaches 35 %, by the abstract of FlashAttention-3, which says it of the kernels
+before it; this was looked for after 59 % had turned out 1.7 times too fast, so TTFTs are not quite independent. With
+FlashAttention 3, which the tables have (68 %), attention would take half as long.""",
+    "medha": """\
+Products, attention and all-reduces are by AIConfigurator's tables of A100, and hops between hosts by Vidur's of A100:
+none is from this paper. So all rows of figures 1, 4, 15, 16 and 21 to 23 are predictions from independent measurements.
+Figures 17 and 18 have Mnemosyne's H100, whose attention of prompts reaches 35 %; that was looked for with Mnemosyne's
+TTFTs known, not Medha's. Hops between these hosts are as Meta's paper has them.""",
+    "meta": """\
+Products, in-host all-reduces, norms and decodes' keys are independent measurements, of H100 of 700 W scaled by data
+sheets to these of 500 W. Attention's FLOP/s, RDMA's rates and contention are this paper's own. So TTIT of tensor
+parallelism (tables 6 and 7: TP8 to TP32) is predicted from independent measurements, and its TTFT but for attention's
+FLOP/s and RDMA's rate. TTFT and TTIT of context parallelism (figures 6, 8 and 9, tables 4, 6 and 7) and the parts of
+table 8 are predicted from parts that the paper measured one by one: they test how these are put together.""",
+    "mooncake": """\
+Products and attention are as AIConfigurator's tables have them of A100, an A800's NVLink is at the share that an A100's
+reaches by Vidur's, the network at the share of Meta's RDMA: none is from this paper. So all rows but those that are
+*arithmetic* are predictions from independent measurements.""",
+}
 
 
 def write_pages(results: dict[str, list[Result]], out: Path) -> None:
@@ -106,7 +113,8 @@ def _near(statements: list[Statement]) -> str:
 def _page(paper: str, figures: list[Result]) -> str:
     statements = [s for figure in figures for s in figure.statements]
     about = f"In virtual time, beside the paper's own values. {count(statements)}."
-    parts = [f"# {TITLES[paper]}", about, *_of_earlier_tables(figures), _ABOUT_ROWS]
+    parts = [f"# {TITLES[paper]}", about, *_of_earlier_tables(figures), _INDEPENDENT_TITLE, _SOURCES[paper]]
+    parts += ["## Statements", _ABOUT_ROWS]
     parts.append("\n".join([_HEAD, *(_row(figure, s) for figure in figures for s in figure.statements)]))
     for figure in figures:
         files = f"{FILES}/{figure.name}"
@@ -133,7 +141,8 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
     parts += _of_earlier_tables(everything)
     if others:
         parts.append("Other pages: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
-    parts += [_LIMITS, "## All statements", _ABOUT_ROWS]
+    sources = [f"- {paper.capitalize()}.\n{text}".replace("\n", "\n  ") for paper, text in _SOURCES.items()]
+    parts += [_LIMITS, _INDEPENDENT_TITLE, _INDEPENDENT, "\n".join(sources), "## All statements", _ABOUT_ROWS]
     for paper, figures in results.items():
         if figures:
             rows = [_row(figure, s) for figure in figures for s in figure.statements]
@@ -143,10 +152,15 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
 
 def _of_earlier_tables(figures: list[Result]) -> list[str]:
     """Say which figures were computed by other tables of devices than those that are there now."""
-    names = [f"`{figure.name}`" for figure in figures if figure.tables != tables_digest()]
+    names = [figure.name for figure in figures if figure.tables != tables_digest()]
     if not names:
         return []
-    return [f"Computed by earlier tables of devices and operators, and not yet again: {', '.join(names)}."]
+    seconds = in_words(seconds_of([figure for figure in registered() if figure.name in names]))
+    said = ", ".join(f"`{name}`" for name in names)
+    return [
+        f"Computed by earlier tables of devices and operators, and not yet again: {said}. To compute them again takes "
+        f"about {seconds} of a processor; until then their values and explanations are those of the earlier tables."
+    ]
 
 
 def _others(out: Path, results: dict[str, list[Result]]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from longctx import plotting
 from papers.figures import __main__ as program
 from papers.figures import registry
-from papers.figures.compute import compute
+from papers.figures.compute import Task, compute, estimate
 from papers.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from papers.figures.pages import write_pages
 from papers.figures.registry import Registered, registered
@@ -20,7 +20,7 @@ from papers.figures.results import read_result, write_figure
 FIGURES = registered()
 # Those that take a second.
 SLOW = {*(f"mooncake_figure_{i}" for i in (6, 9, 10, 11)), "mooncake_table_2", "medha_figure_15", "medha_figure_17"}
-TOY = Registered("meta", "toy", "figure_1")
+TOY = Registered("meta", "toy", "figure_1", 1.0)
 NUMBER = Statement("1", "TTFT of 1M tokens", 2.0, 1.5, "s", "no host")
 ORDERING = ordering("2", "a | b", 1 < 2)
 
@@ -100,13 +100,16 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "papers.meta.toy", ToyModule)  # type: ignore[arg-type]
-    monkeypatch.setattr(registry, "PAPERS", {"meta": ["toy:figure_1", "toy:figure_2", "toy:figure_3"]})
+    monkeypatch.setattr(
+        registry, "PAPERS", {"meta": dict.fromkeys(("toy:figure_1", "toy:figure_2", "toy:figure_3"), 90.0)}
+    )
     # In this process, as the toy is in no other.
     monkeypatch.setattr(program, "compute_all", lambda tasks, jobs: compute(*tasks))
     assert program.main(["--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "meta_figure_2 failed:" in captured.err
     assert "the second has a fault" in captured.err
+    assert "3 figures: about 4 min of a processor\n" in captured.err  # 270 s
     assert captured.out.startswith("0 of 2 numeric statements are within 20 % of the paper's (0.0%): 0 of 2 that")
     page = (tmp_path / "meta.md").read_text()
     assert "| 1 | TTFT of 1M tokens | 2 s | 1.5 s | 0.75 | no host | `meta_figure_1` |" in page
@@ -123,6 +126,25 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert program.main(["--out", str(tmp_path), "--only", "figure_9"]) == 2
     assert "there is no figure, module or paper 'figure_9'" in capsys.readouterr().err
+
+
+def test_a_module_whose_figures_share_runs_takes_less_than_each_alone(tmp_path: Path) -> None:
+    """Figure 16 of Medha is made of the runs of figure 15."""
+
+    def task(*names: str) -> Task:
+        return Task(registered([*names]), Inputs(), tmp_path, False)
+
+    one, both = task("medha_figure_16"), task("medha_figure_15", "medha_figure_16")
+    assert one.seconds == one.figures[0].seconds
+    assert one.seconds <= both.seconds == min(2 * one.seconds, registry.TOGETHER["medha.capacity"])
+    assert all(figure.seconds > 0 for figure in FIGURES)
+
+
+def test_the_time_of_figures_is_said_beforehand(tmp_path: Path) -> None:
+    tasks = [Task([TOY._replace(seconds=seconds)], Inputs(), tmp_path, False) for seconds in (600.0, 60.0)]
+    assert estimate(tasks[1:], 4) == "1 figure: about 60 s of a processor"
+    assert estimate(tasks, 4) == "2 figures: about 11 min of a processor, 10 min or more in 2 processes"
+    assert estimate(tasks * 3, 2) == "6 figures: about 33 min of a processor, 16 min or more in 2 processes"
 
 
 def test_the_share_is_counted_without_corrected_rows_too(tmp_path: Path) -> None:
@@ -155,7 +177,7 @@ def test_pages_name_figures_of_earlier_tables(tmp_path: Path) -> None:
     for tables, is_said in ((result.tables, False), ("", True), ("0" * 12, True)):
         write_pages({"meta": [dataclasses.replace(result, tables=tables)]}, tmp_path)
         for page in ("README.md", "meta.md"):
-            assert ("and not yet again: `meta_figure_1`." in (tmp_path / page).read_text()) == is_said
+            assert ("and not yet again: `meta_figure_1`. To" in (tmp_path / page).read_text()) == is_said
 
 
 def test_inputs_are_checked(tmp_path: Path) -> None:

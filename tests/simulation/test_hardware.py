@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from longctx.parallel import Topology
 from longctx.parallel.device_tables import PRESETS
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.simulation.hardware import all_reduce_over_hosts, predictor
+from longctx.simulation.hardware import MOST_ROWS, all_reduce_over_hosts, predictor, saturating_rows
 from longctx.simulation.models import MODELS
 from longctx.simulation.utilization import mbu, mfu
 
@@ -91,3 +92,24 @@ def test_plans_that_do_not_suit_are_refused() -> None:
         predictor(twelve, "h100-rdma", ParallelPlan(tensor=12))
     with pytest.raises(ValueError, match="topology must be one of"):
         predictor(LLAMA, "h99")
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("name", ["h100-rdma", "medha-a100", "meta-gtt"])
+def test_the_smallest_step_that_saturates_the_devices(name: str, model: str, tensor: int) -> None:
+    """Half as many rows are fewer a second by more than a tenth of the most, and no step has many more."""
+    plan, topology = ParallelPlan(tensor=tensor), Topology.preset(name)
+    rows = saturating_rows(MODELS[model], topology, plan)
+    steps = predictor(MODELS[model], topology, plan, max_rows=MOST_ROWS)
+    linear = np.interp(sizes := 2 ** np.arange(15), steps.rows, steps.linear)
+    most = (sizes / linear).max()
+    rate = dict(zip(sizes.tolist(), sizes / linear, strict=True))
+    assert rate[rows] >= 0.9 * most
+    assert all(found < 0.9 * most for size, found in rate.items() if size < rows)
+
+
+def test_a_share_of_the_weights_is_saturated_by_larger_steps() -> None:
+    """With a part of each product a device has less to compute for the latencies of kernels and all-reduces."""
+    found = [saturating_rows(LLAMA, Topology.preset("h100-rdma"), ParallelPlan(tensor=tensor)) for tensor in (1, 2, 8)]
+    assert found == sorted(set(found))
