@@ -258,7 +258,7 @@ class PromptSteps(PlannedSteps):
         if step >= self._shortage:
             return False
         rows, decodes = self._rows[place], self._groups[place]
-        budget = chunker.step((), self._decode_work(step))
+        budget = chunker.step(self._decode_work(step))
         prompts = [each for each in self._prompts if each.plannable > 0]
         shares = chunker.fill(budget, prompts, now, lambda head: self._targets(step)) if prompts else {}
         if not (shares or rows) or any(share.num_tokens == each.remaining for each, share in shares.items()):
