@@ -326,6 +326,7 @@ class CurvePredictor:
         object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
         per_decode_key = self.per_pair + self.per_key - self.overlap * min(self.per_pair, self.per_key)
         object.__setattr__(self, "_per_decode_key", per_decode_key)
+        object.__setattr__(self, "_last_decodes", (0, 0, 0.0))
         object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
     @property
@@ -345,12 +346,16 @@ class CurvePredictor:
             prompts, kernel = self.per_pair * pairs + self.per_key * keys, self.kernel.of_prompts(counts)
             if self.overlap:
                 prompts -= self.overlap * sum([shorter(self.per_pair, self.per_key, *each) for each in chunks])
-        in_windows, decodes = 0.0, self._per_decode_key * decode_keys  # type: ignore[attr-defined]
-        if self.sliding is not None:
-            in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
-            decodes = decodes + of_decodes
-        if isinstance(decode_keys, np.ndarray) or decode_keys:  # else rows are counted, and no attention
-            decodes = decodes + self.kernel.of_decodes(num_decodes, decodes)
+        in_windows, is_many = 0.0, isinstance(decode_keys, np.ndarray)
+        if self.sliding is None and not is_many:
+            decodes = self._decode_seconds(num_decodes, decode_keys)
+        else:
+            decodes = self._per_decode_key * decode_keys  # type: ignore[attr-defined]
+            if self.sliding is not None:
+                in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
+                decodes = decodes + of_decodes
+            if is_many or decode_keys:  # else rows are counted, and no attention
+                decodes = decodes + self.kernel.of_decodes(num_decodes, decodes)
         attention = prompts + in_windows + kernel + decodes
         if self.exchange is not None and self.exchange.concerns(work):
             rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows, kernel)
@@ -397,19 +402,21 @@ class CurvePredictor:
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
-        decodes, known = self._per_decode_key * decode_keys, self._known  # type: ignore[attr-defined]
+        per_decode_key, known = self._per_decode_key, self._known  # type: ignore[attr-defined]
         in_chunks, longest, hidden, kernel = 0, 0, 0.0, self.kernel
         for begin, tokens in chunks:
             in_chunks, longest = in_chunks + tokens, max(longest, tokens)
             hidden += shorter(per_pair, per_key, begin, tokens) if overlap else 0.0
-        if decode_keys:
-            decodes += kernel.of_decodes(rows - in_chunks, decodes)
+        decodes = self._decode_seconds(rows - in_chunks, decode_keys)
         logits, keys, of_chunks = self.per_sample * samples, keys + start, kernel.chunk * (len(chunks) + 1)
         of_step, path, path_most, row = kernel.prompts, kernel.path, kernel.path_most, kernel.row
 
         def seconds(count: int) -> float:
             if count == 1:  # it counts as a decode
-                return self.seconds(work.with_chunk(start, 1, False))
+                if chunks:
+                    return self.seconds(work.with_chunk(start, 1, False))
+                read = per_decode_key * (decode_keys + start + 1)
+                return linear(rows + 1) + (read + kernel.of_decodes(rows + 1, read)) + logits
             own = count * start + count * (count + 1) // 2
             prompts = per_pair * (pairs + own) + per_key * (keys + count)
             if overlap:
@@ -425,6 +432,17 @@ class CurvePredictor:
             return of_rows + (prompts + (of_step + along + row * (in_chunks + count) + of_chunks) + decodes) + logits
 
         return seconds
+
+    def _decode_seconds(self, decodes: int, keys: int) -> float:
+        """Seconds of decodes' attention in layers without a window, of the last call if it was of the same decodes."""
+        if not keys:
+            return 0.0  # rows are counted, and no attention
+        last: tuple[int, int, float] = self._last_decodes  # type: ignore[attr-defined]
+        if last[0] != decodes or last[1] != keys:
+            read: float = self._per_decode_key * keys  # type: ignore[attr-defined]
+            last = decodes, keys, read + self.kernel.of_decodes(decodes, read)
+            object.__setattr__(self, "_last_decodes", last)
+        return last[2]
 
     def _row_seconds(self, rows: int) -> float:
         """Seconds of everything but attention and logits for local rows."""

@@ -25,18 +25,28 @@ class LocalBudget:
     Attributes:
       limit: seconds that it may take.
       shares: what each prompt got.
-      work, rows: of all that is in it.
+      rows: of all that is in it.
     """
 
     def __init__(self, predictor: Predictor, tokens: int, work: Work) -> None:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
-        self.work, self.rows = work, work.rows
+        self.rows, self._work = work.rows, work
+        self._added: tuple[int, int, bool] | None = (
+            None  # a chunk that is not in `_work` yet, as it may not be asked for
+        )
         self._predictor, self._begin, self._begun = predictor, self.rows, predictor.seconds(work)
         self._seconds: float | None = self._begun  # None: of a chunk that was just taken, and they are not known yet
         self._curve_of = curves_of(predictor)
         # Of each prompt that was asked about: seconds by tokens of its chunk, and those that are known.
         self._curves: dict[Sequence, tuple[Callable[[int], float], dict[int, float]]] = {}
+
+    @property
+    def work(self) -> Work:
+        """Work of all that is in it."""
+        if self._added is not None:
+            self._work, self._added = self._work.with_chunk(*self._added), None
+        return self._work
 
     @property
     def seconds(self) -> float:
@@ -94,7 +104,7 @@ class LocalBudget:
         """Add a share of a prompt."""
         count, (_, known) = share.num_tokens, self._curves.get(sequence, _UNKNOWN)
         self._seconds = known.get(count)
-        self.work = self.work.with_chunk(sequence.computed, count, count == sequence.remaining)
+        self._work, self._added = self.work, (sequence.computed, count, count == sequence.remaining)
         self.rows += count
         self.shares[sequence] = share
         self._curves = {}
