@@ -85,7 +85,7 @@ def seconds_of_many(predictor: Predictor, works: Work, count: int) -> np.ndarray
 
     def one(number: int) -> float:
         chunks = tuple([(_item(start, number), tokens) for start, tokens in works.chunks])
-        own = {name: int(getattr(works, name)[number]) for name in differ}
+        own: dict[str, Any] = {name: int(getattr(works, name)[number]) for name in differ}
         return predictor.seconds(works._replace(chunks=chunks, **own))
 
     # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.

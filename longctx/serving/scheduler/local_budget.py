@@ -1,4 +1,4 @@
-"""A step of one rank that is being filled: what room it has left, in rows and in predicted seconds."""
+"""A step on one rank that is being filled: the room that it has left, in rows and in predicted seconds."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ _GUESSES = 12  # of a size, before halves between one that fits and one that doe
 
 
 class LocalBudget:
-    """What `StepBudget` is on several ranks, where all rows are local.
+    """Rows and predicted seconds of a step on one rank, where all rows are local; `StepBudget` is one on several.
 
     A simulated hour has a million of them, so seconds are predicted by the curves of prompts' chunks.
 
