@@ -16,6 +16,8 @@ import numpy as np
 
 from longctx.parallel.device_tables import Device, Link
 from longctx.parallel.operators import (
+    DECODE_HEADS,
+    DECODE_KEYS,
     LATENCY,
     AttentionCost,
     ProductTable,
@@ -159,16 +161,23 @@ def fit_products(table: Table, device: Device) -> dict[str, ProductTable]:
 
 
 def _fit_grid(
-    points: tuple[np.ndarray, ...], knots: list[list[int]], values: np.ndarray, smoothness: float = 0.3
+    points: tuple[np.ndarray, ...],
+    knots: list[list[int]],
+    values: np.ndarray,
+    smoothness: float = 0.3,
+    linear: tuple[bool, ...] = (False, False, False),
 ) -> np.ndarray:
-    """Values at a grid's knots from which log-linear interpolation is close to those at the points, by least errors."""
+    """Values at a grid's knots from which interpolation is close to those at the points, by least errors.
+
+    It is linear in an axis, or in its logarithm.
+    """
     from scipy import sparse
     from scipy.sparse.linalg import lsqr
 
     count = len(values)
     index, weight = np.zeros((count, 1), int), np.ones((count, 1))
-    for point, axis in zip(points, knots, strict=True):
-        at, share = between_knots(point, axis)
+    for point, axis, is_linear in zip(points, knots, linear, strict=False):
+        at, share = between_knots(point, axis, is_linear)
         index = np.concatenate([index * len(axis) + at[:, None], index * len(axis) + at[:, None] + 1], 1)
         weight = np.concatenate([weight * (1 - share)[:, None], weight * share[:, None]], 1)
     size = math.prod(map(len, knots))
@@ -222,7 +231,7 @@ def fit_attention(table: Table, device: Device) -> list[AttentionCost]:
 
 
 _PROMPTS = ("latency", "prompt_share", "path", "path_seconds", "row", "row_head", "row_kv_head", "chunk_kv_head")
-_DECODES = ("latency", "key_share", "decode_head", "decode_kv_head", "decode_overlap", "ramp", "ramp_seconds")
+_DECODES = ("latency", "key_share", "decode_head", "decode_kv_head", "decode_overlap")
 _BEGIN = {
     "latency": 1e-5,
     "prompt_share": 0.6,
@@ -233,7 +242,7 @@ _BEGIN = {
     "row_kv_head": 3e-10,
 }
 _BEGIN |= {"chunk_kv_head": 2e-8, "key_share": 0.8, "decode_head": 2e-10, "decode_kv_head": 2e-8}
-_BEGIN |= {"decode_overlap": 0.5, "ramp": 0.5, "ramp_seconds": 8e-6}
+_BEGIN |= {"decode_overlap": 0.5}
 
 
 def _fit_kernel(rows: Table, size: int, key_bytes: float, device: Device) -> AttentionCost:
@@ -244,7 +253,12 @@ def _fit_kernel(rows: Table, size: int, key_bytes: float, device: Device) -> Att
     decodes = _fit_numbers(empty, _DECODES, rows.where(is_decode), device)
     least = min(prompts["latency"], decodes["latency"])
     numbers = prompts | decodes | {"latency": least, "prompt_latency": _rounded(prompts["latency"] - least)}
-    return dataclasses.replace(empty, **numbers)
+    kernel, of_decodes = dataclasses.replace(empty, **numbers), rows.where(is_decode)
+    c = of_decodes.columns
+    points = c["batch_size"] * c["num_key_value_heads"], c["step"] + 1
+    ratios = np.log(c["latency"] / attention_seconds(kernel, of_decodes, device))
+    found = np.exp(_fit_grid(points, [[*DECODE_HEADS], [*DECODE_KEYS]], ratios, linear=(False, True)))
+    return dataclasses.replace(kernel, decode_ratios=tuple(np.round(100 * found).astype(int).tolist()))
 
 
 def _fit_numbers(empty: AttentionCost, names: tuple[str, ...], rows: Table, device: Device) -> dict[str, Any]:
@@ -287,7 +301,7 @@ def attention_seconds(kernel: AttentionCost, table: Table, device: Device) -> np
         count * tokens * (tokens + 1) / 2, count * tokens, count, tokens, heads, kv_heads, device.flops["bfloat16"]
     )
     decodes = kernel.decode_seconds(count, count * (c["step"] + 1), heads, kv_heads, device.memory_bandwidth)
-    return kernel.latency + np.where(c["step"] > 0, decodes, kernel.prompt_latency + prompts)
+    return np.where(c["step"] > 0, decodes, kernel.latency + kernel.prompt_latency + prompts)
 
 
 def message_bytes(table: Table) -> np.ndarray:

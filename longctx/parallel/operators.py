@@ -16,6 +16,9 @@ import numpy as np
 from longctx.annotations import Real
 
 LATENCY = 3e-6  # seconds of a kernel in a graph that computes next to nothing
+# Knots of `AttentionCost.decode_ratios`: sequences times KV heads, and keys of a sequence.
+DECODE_HEADS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+DECODE_KEYS = (2, 64, 128, 256, 512, 2048, 8192, 32768, 131072)
 
 
 def product_physics(m: Any, n: Any, k: Any, element_bytes: Real, flops: Real, bandwidth: Real) -> Any:
@@ -78,11 +81,11 @@ class ProductTable:
         return (np.maximum.accumulate(seconds) + below) / 2
 
 
-def between_knots(sizes: Any, knots: Any) -> tuple[Any, Any]:
-    """Numbers of the knots before sizes, and where these are from there to the next, by logarithms, 0 to 1."""
-    logs = np.log(knots)
+def between_knots(sizes: Any, knots: Any, is_linear: bool = False) -> tuple[Any, Any]:
+    """Numbers of the knots before sizes, and where these are from there to the next, 0 to 1: by logarithms or not."""
     at = np.clip(np.searchsorted(knots, sizes, side="right") - 1, 0, len(knots) - 2)
-    return at, np.clip((np.log(sizes) - logs[at]) / (logs[at + 1] - logs[at]), 0, 1)
+    places, size = (np.array(knots, float), sizes) if is_linear else (np.log(knots), np.log(sizes))
+    return at, np.clip((size - places[at]) / (places[at + 1] - places[at]), 0, 1)
 
 
 def on_line(x: Any, knots: Any, values: Any) -> Any:
@@ -97,7 +100,8 @@ class AttentionCost:
 
     A call takes `latency`; with prompts also `prompt_latency`, for the longest chunk `path`, and for each chunk
     products by its pairs, `row` and the like by its rows, and `chunk_kv_head`; with decodes `decode_head` and
-    `decode_kv_head` for each, beside reading keys.
+    `decode_kv_head` for each, beside reading keys. How a kernel divides few sequences, or short ones, has no such form:
+    decodes take `decode_ratios` times that.
 
     Attributes:
       head_size, key_bytes: H, and bytes of a number of cached keys, that it was measured with.
@@ -111,10 +115,10 @@ class AttentionCost:
       key_share: of the bytes/s, at which decodes read keys.
       decode_head, decode_kv_head: seconds of a decode and query head, and KV head.
       decode_overlap: of these and reading keys, the longer hides so much of the shorter.
-      ramp, ramp_seconds: few keys take longer to read, by the share `ramp`, until that is `ramp_seconds`.
+      decode_ratios: percent of what these numbers say, `[DECODE_HEADS, DECODE_KEYS]`, flat; empty: 100 for all.
 
     Raises:
-      ValueError: a number is negative or not finite, or a share is 0 or above 1.
+      ValueError: a number is negative or not finite, a share is 0 or above 1, or ratios are too few or too many.
     """
 
     head_size: int
@@ -132,11 +136,16 @@ class AttentionCost:
     decode_head: Real = 0.0
     decode_kv_head: Real = 0.0
     decode_overlap: Real = 0.0
-    ramp: Real = 0.0
-    ramp_seconds: Real = 0.0
+    decode_ratios: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "decode_ratios", tuple(self.decode_ratios))
+        expected = len(DECODE_HEADS) * len(DECODE_KEYS)
+        if self.decode_ratios and (len(self.decode_ratios) != expected or min(self.decode_ratios) <= 0):
+            raise ValueError(f"decode_ratios must be {expected} positive numbers, got {len(self.decode_ratios)}")
         for name, value in dataclasses.asdict(self).items():
+            if name == "decode_ratios":
+                continue
             is_share = name.endswith(("share", "overlap"))
             if not isinstance(value, Real) or not 0 <= value < np.inf or (is_share and value > 1):
                 raise ValueError(f"{name} of attention must be finite and not negative, a share at most 1, got {value}")
@@ -164,7 +173,7 @@ class AttentionCost:
         )
 
     def decode_seconds(self, decodes: Any, keys: Any, heads: Any, kv_heads: Any, bandwidth: Real) -> Any:
-        """Seconds of decodes beside `latency`; arrays of one shape, or numbers.
+        """Seconds of decodes, `latency` included; arrays of one shape, or numbers.
 
         Args:
           decodes: sequences.
@@ -174,9 +183,25 @@ class AttentionCost:
         """
         read = keys * kv_heads * 2 * self.head_size * self.key_bytes / (bandwidth * self.key_share)
         each = decodes * (heads * self.decode_head + kv_heads * self.decode_kv_head)
-        return (
-            read + each - self.decode_overlap * np.minimum(read, each) + np.minimum(self.ramp * read, self.ramp_seconds)
-        )
+        seconds = self.latency + read + each - self.decode_overlap * np.minimum(read, each)
+        if not self.decode_ratios:
+            return seconds
+        return seconds * decode_ratio(self.decode_ratios, decodes * kv_heads, keys / decodes)
+
+
+def decode_ratio(percents: Sequence[int], heads: Any, keys: Any) -> Any:
+    """Ratios of measured decodes to `AttentionCost`'s closed form, between the knots and as at the nearest beyond them.
+
+    Args:
+      percents: `AttentionCost.decode_ratios`.
+      heads: sequences times KV heads; ratios are linear in the logarithm.
+      keys: of a sequence; ratios are linear. Arrays of shapes that broadcast, or numbers.
+    """
+    table = np.reshape(percents, (len(DECODE_HEADS), len(DECODE_KEYS))) / 100
+    at, share = between_knots(heads, DECODE_HEADS)
+    place, part = between_knots(keys, DECODE_KEYS, is_linear=True)
+    first, last = (table[at, each] * (1 - share) + table[at + 1, each] * share for each in (place, place + 1))
+    return first + (last - first) * part
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from longctx.models.validation import check_integer
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor import Predictor
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.instance import Instance
@@ -95,6 +96,7 @@ class Setting(NamedTuple):
       plan: of a system that is one engine on all devices; None: sequence pipeline over hosts, tensor within.
       overrides: arguments of `EngineConfig` that come before the system's own; other systems have no use for them.
       host: what an engine takes beside its devices.
+      predict: makes the predictor of an engine, as `longctx.simulation.hardware.predictor` does.
     """
 
     model: LlamaConfig
@@ -103,6 +105,7 @@ class Setting(NamedTuple):
     plan: ParallelPlan | None
     overrides: dict[str, Any]
     host: HostTimes | None = None
+    predict: Callable[..., Predictor] = predictor
 
     @property
     def tensor(self) -> int:
@@ -122,7 +125,7 @@ class Setting(NamedTuple):
         tokens = max_tokens(self.model, plan, self.topology.device, kv_dtype=kv_dtype)
         sizes = {"page_size": _PAGE, "max_running": max_running, "run_ahead": 1} | self.overrides
         made = config(**{"num_pages": max(1, tokens // plan.context // sizes["page_size"])} | sizes)
-        seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget, kv_dtype=made.kv_dtype)
+        seconds = self.predict(self.model, self.topology, plan, max_rows=made.token_budget, kv_dtype=made.kv_dtype)
         return kind(self.model, made, seconds, plan, topology=self.topology, name=name, host=self.host)
 
 
@@ -209,6 +212,7 @@ def make_simulation(
     devices: int,
     plan: ParallelPlan | None = None,
     host: HostTimes | None = None,
+    predict: Callable[..., Predictor] = predictor,
     **overrides: Any,
 ) -> Simulation:
     """Make a system on `devices` devices, ready to serve workloads.
@@ -223,6 +227,7 @@ def make_simulation(
       devices: how many; a multiple of 8 if there are more than 8.
       plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
       host: what each engine of ours takes beside its devices.
+      predict: makes an engine's predictor, with the arguments of `longctx.simulation.hardware.predictor`.
       **overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
 
     Returns:
@@ -254,4 +259,4 @@ def make_simulation(
         raise ValueError(f"devices must be at most {HOST} or a multiple of it, got {devices}")
     if plan is not None and plan.num_devices != devices:
         raise ValueError(f"plan must be of {devices} devices, it is of {plan.num_devices}")
-    return Simulation(BASELINES[name](Setting(model, topology, devices, plan, overrides, host)))
+    return Simulation(BASELINES[name](Setting(model, topology, devices, plan, overrides, host, predict)))

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from papers.silicon.engines import ENGINES, predict_all
+from papers.silicon.engines import ENGINES, engine_name, predict_all
 from papers.silicon.fit import fit_engine
 from papers.silicon.report import write_page
 from papers.silicon.runs import read_predictions, read_runs, write_predictions
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.fit:
         for name, engine in ENGINES.items():
-            fitted = [run for run in runs if run.engine == name and run.is_fitted]
+            fitted = [run for run in runs if engine_name(run) == name and run.is_fitted]
             print(name, fit_engine(fitted, options.jobs, engine.overheads))
         return 0
     file = options.predictions

@@ -1,21 +1,27 @@
 """The measured engines in simulated time: their schedulers, and what their hosts take."""
 
 import dataclasses
+import functools
 import multiprocessing
 import statistics
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from longctx.parallel import Topology
+from longctx.serving.predictor import CurvePredictor
 from longctx.simulation import HostTimes, Record
 from longctx.simulation.baselines import make_simulation
+from longctx.simulation.hardware import predictor
 from longctx.simulation.workloads import Lengths, WorkloadRequest, closed_loop, synthesize
 from papers.silicon.runs import Run
 
 ROUNDS = 10  # requests of a user
 FRONT_END = 0.002  # seconds of the front end for each request, one after the other
 MAX_RUNNING = 256
+CAPTURED = 256  # rows of the largest CUDA graph
 
 
 class Overheads(NamedTuple):
@@ -24,10 +30,13 @@ class Overheads(NamedTuple):
     Attributes:
       step: of each step, beside what is predicted of the devices.
       first_token: between client and engine, of a request's first token.
+      layer: that the host takes to start the kernels of a layer in a step with more rows than are captured in a CUDA
+        graph. The devices take longer for many rows, and hide it; else the step takes as long.
     """
 
     step: float
     first_token: float
+    layer: float = 0.0
 
 
 class Engine(NamedTuple):
@@ -38,18 +47,29 @@ class Engine(NamedTuple):
       one_prompt: whether a step has rows for one prompt and a decode of each user, as AIConfigurator sets the token
         budget by default (`ctx_tokens` is the prompt's length); else the engine's default of 8,192.
       overheads: of its host.
+      lacking: slots fewer than users, one of whom always waits then. That is inferred from TTFT, which for few users
+        grows with the length of outputs by what an output takes, over the users.
     """
 
     baseline: str
     one_prompt: bool
     overheads: Overheads
+    lacking: int = 0
 
 
 ENGINES = {
-    "vllm": Engine("vllm-mixed", True, Overheads(0.0023, 0.024)),
-    "sglang": Engine("sglang", False, Overheads(0.0002, 0.111)),
-    "trtllm": Engine("trtllm", True, Overheads(0.0005, 0.057)),
+    "vllm": Engine("vllm-mixed", True, Overheads(0.00183, 0.019)),
+    "sglang": Engine("sglang", False, Overheads(0.00033, 0.134)),
+    "trtllm": Engine("trtllm", True, Overheads(0.00012, 0.025, 0.0006)),
+    "trtllm, Llama": Engine("trtllm", True, Overheads(0.0005, 0.0, 0.0006), lacking=1),
 }
+"""By name of the engine, with the family of models after it where these runs differ from its others."""
+
+
+def engine_name(run: Run) -> str:
+    """Name in `ENGINES` of the engine of a run."""
+    of_family = f"{run.engine}, {run.model.rpartition('/')[2].partition('-')[0]}"
+    return of_family if of_family in ENGINES else run.engine
 
 
 def make_workload(run: Run, shortest: float = 1.0, seed: int = 0) -> list[WorkloadRequest]:
@@ -76,8 +96,9 @@ def simulate(run: Run, overheads: Overheads | None = None) -> Record:
     Raises:
       ValueError: the model doesn't fit into the devices.
     """
-    engine, topology = ENGINES[run.engine], Topology.preset("h100-nvlink")
+    engine, topology = ENGINES[engine_name(run)], Topology.preset("h100-nvlink")
     overheads = overheads or engine.overheads
+    most = MAX_RUNNING if not engine.lacking else max(1, run.users - engine.lacking)
     device = dataclasses.replace(topology.device, step_seconds=topology.device.step_seconds + overheads.step)
     budget = run.prompt_tokens + run.users if engine.one_prompt else 8192
     simulation = make_simulation(
@@ -86,13 +107,23 @@ def simulate(run: Run, overheads: Overheads | None = None) -> Record:
         dataclasses.replace(topology, device=device),
         run.tensor,
         host=HostTimes(front_end=FRONT_END),
+        predict=functools.partial(_predict_steps, overheads.layer * run.config.num_layers),
         prefix_cache=False,
         run_ahead=2,
         token_budget=budget,
-        max_running=min(MAX_RUNNING, budget),
+        max_running=min(most, budget),
         kv_dtype="float8_e4m3fn" if run.fp8_cache else None,
     )
     return simulation.run(make_workload(run), until=1e6, keep_steps=False)
+
+
+def _predict_steps(least: float, *arguments: Any, **options: Any) -> CurvePredictor:
+    """The predictor of a system whose steps of more than `CAPTURED` rows take `least` seconds at least."""
+    predicted = predictor(*arguments, **options)
+    knots = sorted({*predicted.rows, CAPTURED, CAPTURED + 1})
+    linear = np.interp(knots, predicted.rows, predicted.linear)
+    linear[np.array(knots) > CAPTURED] = np.maximum(linear[np.array(knots) > CAPTURED], least)
+    return dataclasses.replace(predicted, rows=tuple(knots), linear=tuple(linear.tolist()))
 
 
 def predict(run: Run, overheads: Overheads | None = None) -> tuple[float, float]:
@@ -101,7 +132,7 @@ def predict(run: Run, overheads: Overheads | None = None) -> tuple[float, float]
     Args:
       run, overheads: as for `simulate`.
     """
-    overheads = overheads or ENGINES[run.engine].overheads
+    overheads = overheads or ENGINES[engine_name(run)].overheads
     served = simulate(run, overheads).served
     tpots = [each.tpot for each in served if each.tpot is not None]
     return statistics.fmean(each.ttft for each in served) + overheads.first_token, statistics.fmean(tpots)

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from longctx import plotting
-from papers.silicon.engines import ENGINES, FRONT_END
+from papers.silicon.engines import CAPTURED, ENGINES, FRONT_END
 from papers.silicon.runs import Run
 
 Predictions = Mapping[str, tuple[float, float]]
@@ -57,7 +57,8 @@ def write_page(runs: List[Run], ours: Predictions, peer: Predictions, out: Path)
         groups.setdefault(f"{run.engine}, {run.model.split('/')[-1]}{', FP8' if run.fp8_weights else ''}", []).append(
             run
         )
-    lines = [_HEAD.format(count=len(runs), known=sum(run.name in ours for run in runs), front_end=1e3 * FRONT_END)]
+    known = sum(run.name in ours for run in runs)
+    lines = [_HEAD.format(count=len(runs), known=known, front_end=1e3 * FRONT_END, captured=CAPTURED)]
     lines += [_overheads()]
     lines += ["## Errors\n", _table(groups, ours, peer)]
     if plotting.can_draw():
@@ -69,10 +70,10 @@ def write_page(runs: List[Run], ours: Predictions, peer: Predictions, out: Path)
 
 
 def _overheads() -> str:
-    rows = ["| engine | scheduler | a step | first token |", "|---|---|---|---|"]
+    rows = ["| engine | scheduler | a step | first token | a layer of prompts |", "|---|---|---|---|---|"]
     for name, engine in ENGINES.items():
-        step, first = (1e3 * seconds for seconds in engine.overheads)
-        rows.append(f"| {name} | `{engine.baseline}` | {step:.2f} ms | {first:.0f} ms |")
+        step, first, layer = (1e3 * seconds for seconds in engine.overheads)
+        rows.append(f"| {name} | `{engine.baseline}` | {step:.2f} ms | {first:.0f} ms | {layer:.2f} ms |")
     return "\n".join(rows) + "\n"
 
 
@@ -132,19 +133,26 @@ outputs: so outputs are equally long, and users stay in step. TTFT and TPOT are 
   each user, as AIConfigurator's estimate has by default (`ctx_tokens`). That is inferred from TTFT: with 8,192 rows a
   step, prompts of 1,024 tokens would wait two to three times as long as was measured.
 - SGLang: prompts first, 8,192 tokens a step, and no decodes beside them.
+- TensorRT-LLM's runs of Llama have a slot less than there are users, so that one always waits for another's output to
+  end. That is inferred from TTFT at 8 to 32 users, which grows with the length of outputs by what an output takes,
+  divided by the users.
 - All plan a step while the one before runs. Weights and cache are FP8 where the run's are.
+- A step of more than {captured} rows is in no CUDA graph: the host starts the kernels of its layers one by one, and the
+  step takes at least as long as that. In TensorRT-LLM, on 4 and 8 GPUs, it is more than the GPUs take for a short
+  prompt; the other engines' runs show none of it.
 - The front end takes {front_end:.0f} ms for each request, one after the other. It is assumed, not fitted.
 
-The two overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names: on the 56 with
-at most 16,500 tokens in flight that had been simulated then. `--fit` fits them on the whole half. The scheduling above
-was chosen by comparison with runs of both halves. The devices are those of
-[simulation_hardware.md](../simulation_hardware.md).
+The three overheads of each engine are fitted on one half of the runs, chosen by a checksum of their names: on those of
+it in which all users together ask for at most 8,192 tokens at a time. `--fit` fits them on the whole half. That of a
+layer is the best of four. The scheduling above was chosen by comparison with runs of both halves. The devices are those
+of [simulation_hardware.md](../simulation_hardware.md).
 
 AIConfigurator's rows below are its own estimates of the same runs, where `papers.silicon.peer` made them in an
 environment that has `aiconfigurator` 0.12. On the 344 Qwen3-32B runs on H100 that it predicts, among which are these,
 its mean errors are: TPOT 14.2 % (vLLM), 25.3 % (SGLang), 12.3 % (TensorRT-LLM); TTFT 41.2, 85.2 and 39.6 %.
 
-Not explained: TTFT of Llama-3.1-8B on TensorRT-LLM, which grows with the length of outputs at 8 users and exceeds the
-prediction by 0.4 to 0.7 s from 64 users on. The two runs of vLLM with FP8 weights are several times faster than
-predicted. Steps with prompts on 8 GPUs take longer than predicted where prompts are short.
+Not explained: some TTFT of Llama-3.1-8B on TensorRT-LLM from 64 users on, mostly on 4 and 8 GPUs, exceed the prediction
+by 0.3 to 1.8 s, where runs beside them don't; a stall of some seconds in the first of ten rounds would look so. The two
+runs of vLLM with FP8 weights are several times faster than predicted; unlike those of all other runs, their names do
+not say how many users there were.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers.silicon.engines import ENGINES, Overheads, make_workload, predict, simulate
+from papers.silicon.engines import ENGINES, Overheads, engine_name, make_workload, predict, simulate
 from papers.silicon.fit import fit_engine, fit_overheads
 from papers.silicon.report import Errors, write_page
 from papers.silicon.runs import COLUMNS, Run, read_predictions, read_runs, write_predictions
@@ -43,9 +43,10 @@ def test_unknown_models_and_cells_that_are_no_numbers_are_named_with_their_line(
         read_runs(write(tmp_path / "runs.csv", COLUMNS, "a,vllm,Qwen/Qwen3-32B,h100_sxm,,,many,1,1,1,1,1"))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_a_closed_loop_serves_ten_requests_of_each_user_one_at_a_time(engine: str) -> None:
     run = dataclasses.replace(RUN, engine=engine)
+    assert engine_name(run) in ENGINES
     record = simulate(run, Overheads(0.001, 0.0))
     assert len(make_workload(run)) == len(record.served) == 40
     assert {each.metrics.prompt_tokens for each in record.served} == {1000}
@@ -69,8 +70,24 @@ def test_a_step_of_host_time_adds_as_much_to_each_token() -> None:
     assert predict(RUN, Overheads(0.0, 0.05))[0] == pytest.approx(ttft + 0.05)
 
 
-def test_the_fit_recovers_overheads_that_made_the_runs() -> None:
-    true = Overheads(0.002, 0.04)
+def test_the_host_starts_layers_of_prompts_one_by_one() -> None:
+    run = dataclasses.replace(RUN, users=1)
+    (ttft, tpot), (late, same) = (predict(run, Overheads(0.0, 0.0, layer)) for layer in (0.0, 1e-3))
+    assert ttft < 0.03
+    assert late == pytest.approx(0.002 + 32 * 1e-3, rel=0.1)  # front end and layers: devices take less
+    assert same == pytest.approx(tpot)  # steps of decodes alone
+
+
+def test_with_a_slot_less_than_users_one_waits_for_another_to_end() -> None:
+    run = dataclasses.replace(RUN, engine="trtllm", output_tokens=200)
+    assert engine_name(run) == "trtllm, Llama"
+    ttft, tpot = predict(run)
+    assert ttft > 200 * tpot / 4  # of four users, three have slots
+
+
+@pytest.mark.parametrize("layer", [0.0, 0.45e-3])
+def test_the_fit_recovers_overheads_that_made_the_runs(layer: float) -> None:
+    true = Overheads(0.002, 0.04, layer)
     runs = []
     for users in (1, 2, 4):
         run = dataclasses.replace(RUN, users=users)
@@ -79,11 +96,13 @@ def test_the_fit_recovers_overheads_that_made_the_runs() -> None:
     start = fit_engine(runs, 1, Overheads(0.0, 0.0))
     assert start.step == pytest.approx(true.step, rel=0.05)
     assert start.first_token == pytest.approx(true.first_token, rel=0.05)
+    assert start.layer == layer
 
 
 def test_an_overhead_is_never_negative() -> None:
     slow = [(1.0, 1.0)] * 3
-    assert fit_overheads([RUN] * 3, slow, Overheads(0.001, 0.01)) == Overheads(0.0, 0.0)
+    fitted, error = fit_overheads([RUN] * 3, slow, Overheads(0.001, 0.01))
+    assert (fitted, error) == (Overheads(0.0, 0.0), pytest.approx(98.9))
 
 
 def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_decodes_read_half_and_prompts_take_as_long() -> None:
     assert fp8.per_key == pytest.approx(SHARE * plain.per_key * shares[0] / shares[1])
     empty, far = Work(1, 1), Work(1, 1, 10**6)
     read = [each.seconds(far) - each.seconds(empty) for each in (plain, fp8)]
-    assert read[1] == pytest.approx(fp8.per_key / plain.per_key * read[0], rel=0.05)  # but for kernels
+    assert read[1] == pytest.approx(fp8.per_key / plain.per_key * read[0], rel=0.1)  # but for kernels
     assert fp8.seconds(empty) == pytest.approx(plain.seconds(empty), rel=0.02)
     assert predictor_from_dict(predictor_to_dict(fp8)) == fp8
     prompt = Work().with_chunk(100_000, 512, True)

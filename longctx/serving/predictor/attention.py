@@ -1,5 +1,6 @@
 """Seconds of attention beside pairs and keys: what kernels add, and layers with a sliding window."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence as List
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.parallel.operators import DECODE_KEYS, decode_ratio
 from longctx.serving.predictor.work import Work, window_keys, window_pairs
 
 
@@ -19,7 +21,8 @@ class KernelSeconds:
       path, path_most: of each row of the longest chunk, until that is `path_most`.
       row, chunk: of each row of the longer chunks, and of each of these.
       decode: of a decode; `decode_overlap`: of these and reading keys, the longer hides so much of the shorter.
-      ramp, ramp_most: decodes' reading takes longer by the share `ramp`, until that is `ramp_most`.
+      latency: of calls, which is part of each step's seconds, and of what `decode_ratios` multiply.
+      kv_heads, decode_ratios: of a device, and what the decodes of their number take, as of `AttentionCost`.
 
     Raises:
       ValueError: a number is negative or not finite, or decode_overlap is above 1.
@@ -34,11 +37,13 @@ class KernelSeconds:
     chunk: float = 0.0
     decode: float = 0.0
     decode_overlap: float = 0.0
-    ramp: float = 0.0
-    ramp_most: float = 0.0
+    latency: float = 0.0
+    kv_heads: float = 1.0
+    decode_ratios: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = dataclasses.astuple(self)
+        *numbers, _ = dataclasses.astuple(self)
+        object.__setattr__(self, "_curves", {})  # ratios by the number of decodes
         if not all(0 <= number < math.inf for number in numbers) or self.decode_overlap > 1:
             raise ValueError(f"kernel must have finite numbers that are not negative, and an overlap, got {numbers}")
 
@@ -47,12 +52,29 @@ class KernelSeconds:
         path = min(self.path * max(counts), self.path_most)
         return self.prompts + path + self.row * sum(counts) + self.chunk * len(counts)
 
-    def of_decodes(self, decodes: int, read: Any) -> Any:
+    def of_decodes(self, decodes: int, keys: Any, read: Any) -> Any:
         """Seconds by which decodes take longer than the `read` seconds of their keys at the full rate; or arrays."""
-        each, slower = self.decode * decodes, self.ramp * read
-        if isinstance(read, float):
-            return each - self.decode_overlap * min(each, read) + min(slower, self.ramp_most)
-        return each - self.decode_overlap * np.minimum(each, read) + np.minimum(slower, self.ramp_most)
+        each = self.decode * decodes
+        shorter_one = min(each, read) if isinstance(read, float) else np.minimum(each, read)
+        seconds = each - self.decode_overlap * shorter_one
+        if not (self.decode_ratios and decodes):
+            return seconds
+        return seconds + (self._ratio(decodes, keys / decodes) - 1) * (self.latency + read + seconds)
+
+    def _ratio(self, decodes: int, keys: Any) -> Any:
+        """The ratio of decodes with so many keys each, linear between the knots; or of arrays."""
+        curves: dict[int, tuple[list[float], list[float]]] = self._curves  # type: ignore[attr-defined]
+        if decodes not in curves:
+            ratios = decode_ratio(self.decode_ratios, decodes * self.kv_heads, np.array(DECODE_KEYS))
+            curves[decodes] = ratios.tolist(), (np.diff(ratios) / np.diff(DECODE_KEYS)).tolist()
+        ratios, slopes = curves[decodes]
+        if isinstance(keys, float):
+            keys = min(max(keys, DECODE_KEYS[0]), DECODE_KEYS[-1])
+            at = min(bisect.bisect_right(DECODE_KEYS, keys), len(slopes)) - 1
+            return ratios[at] + slopes[at] * (keys - DECODE_KEYS[at])
+        keys = np.clip(keys, DECODE_KEYS[0], DECODE_KEYS[-1])
+        places = np.minimum(np.searchsorted(DECODE_KEYS, keys, side="right"), len(slopes)) - 1
+        return np.take(ratios, places) + np.take(slopes, places) * (keys - np.take(DECODE_KEYS, places))
 
 
 NO_KERNEL = KernelSeconds()
@@ -82,11 +104,11 @@ class SlidingCost:
         if not all(0 <= seconds < math.inf for seconds in (self.per_pair, self.per_key)):
             raise ValueError(f"seconds must be finite and not negative, got {self}")
 
-    def seconds(self, work: Work, overlap: float) -> tuple[float, float]:
-        """Seconds of longer chunks, and of decodes."""
+    def seconds(self, work: Work, overlap: float) -> tuple[float, float, int]:
+        """Seconds of longer chunks, and of decodes; and the keys that these see."""
         work, hidden = work.seen_through(self.window), overlap * min(self.per_pair, self.per_key)
         prompts = sum([self._attention(pairs, keys, overlap) for pairs, keys in work.window_chunks])
-        return prompts, (self.per_pair + self.per_key - hidden) * work.window_decode_keys
+        return prompts, (self.per_pair + self.per_key - hidden) * work.window_decode_keys, work.window_decode_keys
 
     def prefill_seconds(self, start: int, stop: int, chunk: int, overlap: float) -> float:
         """Seconds of the chunks of a prompt, as `Predictor.prefill_seconds`."""

@@ -216,8 +216,9 @@ def _kernel_seconds(kernel: AttentionCost, heads: float, kv_heads: float, layers
         chunk=layers * kv_heads * kernel.chunk_kv_head,
         decode=layers * (kernel.decode_head * heads + kernel.decode_kv_head * kv_heads),
         decode_overlap=kernel.decode_overlap,
-        ramp=kernel.ramp,
-        ramp_most=layers * kernel.ramp_seconds,
+        latency=layers * kernel.latency,
+        kv_heads=kv_heads,
+        decode_ratios=tuple(kernel.decode_ratios),
     )
 
 

@@ -350,12 +350,13 @@ class CurvePredictor:
         if self.sliding is None and not is_many:
             decodes = self._decode_seconds(num_decodes, decode_keys)
         else:
-            decodes = self._per_decode_key * decode_keys  # type: ignore[attr-defined]
+            decodes, seen = self._per_decode_key * decode_keys, decode_keys  # type: ignore[attr-defined]
             if self.sliding is not None:
-                in_windows, of_decodes = self.sliding.seconds(work, self.overlap)
+                in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
                 decodes = decodes + of_decodes
+                seen = decode_keys + self.sliding.share * (in_window - decode_keys)  # on average over the layers
             if is_many or decode_keys:  # else rows are counted, and no attention
-                decodes = decodes + self.kernel.of_decodes(num_decodes, decodes)
+                decodes = decodes + self.kernel.of_decodes(num_decodes, seen, decodes)
         attention = prompts + in_windows + kernel + decodes
         if self.exchange is not None and self.exchange.concerns(work):
             rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows, kernel)
@@ -415,8 +416,9 @@ class CurvePredictor:
             if count == 1:  # it counts as a decode
                 if chunks:
                     return self.seconds(work.with_chunk(start, 1, False))
-                read = per_decode_key * (decode_keys + start + 1)
-                return linear(rows + 1) + (read + kernel.of_decodes(rows + 1, read)) + logits
+                seen = decode_keys + start + 1
+                read = per_decode_key * seen
+                return linear(rows + 1) + (read + kernel.of_decodes(rows + 1, seen, read)) + logits
             own = count * start + count * (count + 1) // 2
             prompts = per_pair * (pairs + own) + per_key * (keys + count)
             if overlap:
@@ -440,7 +442,7 @@ class CurvePredictor:
         last: tuple[int, int, float] = self._last_decodes  # type: ignore[attr-defined]
         if last[0] != decodes or last[1] != keys:
             read: float = self._per_decode_key * keys  # type: ignore[attr-defined]
-            last = decodes, keys, read + self.kernel.of_decodes(decodes, read)
+            last = decodes, keys, read + self.kernel.of_decodes(decodes, keys, read)
             object.__setattr__(self, "_last_decodes", last)
         return last[2]
 
