@@ -350,7 +350,8 @@ class CurvePredictor:
         if self.sliding is None and not is_many:
             decodes = self._decode_seconds(num_decodes, decode_keys)
         else:
-            decodes, seen = self._per_decode_key * decode_keys, decode_keys  # type: ignore[attr-defined]
+            seen: Any = decode_keys
+            decodes = self._per_decode_key * decode_keys  # type: ignore[attr-defined]
             if self.sliding is not None:
                 in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
                 decodes = decodes + of_decodes
