@@ -96,8 +96,8 @@ def arrive_with_backlog(requests: list[WorkloadRequest]) -> list[WorkloadRequest
 CASES = {
     "mix": Case("5 % mix, chunks of 4,096", MIX, 10_000, arrive, lambda: medha("static"), 30),
     "backlog": Case("5 % mix, 3,000 waiting", MIX, 10_000, arrive_with_backlog, lambda: medha("static"), 120),
-    "adaptive": Case("5 % mix, adaptive chunks", MIX, 10_000, arrive, lambda: medha("adaptive"), 30),
-    "trace": Case("conversations, 16 instances", TRACE, 12_031, list, mooncake, 20),
+    "adaptive": Case("5 % mix, adaptive chunks", MIX, 10_000, arrive, lambda: medha("adaptive"), 40),
+    "trace": Case("conversations, 16 instances", TRACE, 12_031, list, mooncake, 10),
     "apart": Case(
         "conversations, 8P+8D", TRACE, 12_031, list, lambda: cluster("kvcache_centric", prefill=8, decode=8), 50
     ),
@@ -131,13 +131,14 @@ def most_waiting(record: Record) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of the workloads")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], help="of the table; default: all")
     parser.add_argument("--requests", type=int, help="of each workload, at most; default: as asked")
     options = parser.parse_args()
     print(
         "| workload | requests | CPU s | wall s | asked | events | steps | steps/s | events/s | simulated | waiting |"
     )
     print("|---" * 11 + "|", flush=True)
-    for case in CASES.values():
+    for case in map(CASES.__getitem__, options.cases):
         requests = case.arrive(read_workload(options.data / case.file, options.requests or case.num_requests))
         print(measure(case, requests), flush=True)
 

@@ -23,7 +23,7 @@ from longctx.serving.predictor.attention import NO_KERNEL, SlidingCost
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict, predictor_to_dict
 from longctx.serving.predictor.fit import fit
-from longctx.serving.predictor.runtime import chunk_curve
+from longctx.serving.predictor.runtime import curves_of
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.hardware import predictor
@@ -143,7 +143,7 @@ def test_quicker_ways_give_the_same_seconds(start: int, count: int, decodes: lis
     for found in (CURVE, PROGRAMS, Corrected(CURVE), predictor_from_dict(predictor_to_dict(CURVE))):
         assert found.window == WINDOW
         expected = found.seconds(work.with_chunk(start, count, False))
-        assert chunk_curve(found, work, start)(count) == expected
+        assert curves_of(found)(work, start)(count) == expected
 
 
 def test_a_fit_finds_how_keys_in_windows_count() -> None:

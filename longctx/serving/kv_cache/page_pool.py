@@ -167,13 +167,19 @@ class PagePool:
         pages = free[kept:]
         pages.reverse()
         del free[kept:]
-        while len(pages) < count:
-            page, _ = idle.popitem(last=False)
-            key = self.forget(page)
-            if self.on_evict is not None:
-                self.on_evict(page, key)
-            self.num_evicted += 1
-            pages.append(page)
+        evicted = [idle.popitem(last=False)[0] for _ in range(count - len(pages))]
+        if self.on_evict is None and self.windows is None and self.listener is None:  # at once, for there are many
+            key_of, page_of = self._key_of, self._page_of
+            for page in evicted:
+                del page_of[key_of[page]]  # type: ignore[arg-type]
+                key_of[page] = None
+        else:
+            for page in evicted:
+                key = self.forget(page)
+                if self.on_evict is not None:
+                    self.on_evict(page, key)
+        self.num_evicted += len(evicted)
+        pages += evicted
         for page in pages:
             assert references[page] == 0
             references[page], holders[page] = 1, holder
@@ -182,6 +188,10 @@ class PagePool:
 
     def find(self, key: Key) -> int | None:
         return self._page_of.get(key)
+
+    def finds_none(self, keys: Iterable[Key]) -> bool:
+        """Whether no page can be found by any of some keys."""
+        return self._page_of.keys().isdisjoint(keys)
 
     def leading(self, keys: Iterable[Key]) -> list[int]:
         """Return the pages of the longest prefix of such keys that a sequence can begin after.

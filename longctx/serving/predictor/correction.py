@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
-from longctx.serving.predictor.runtime import Predictor, chunk_curve, window_of
+from longctx.serving.predictor.runtime import Predictor, curves_of, window_of
 from longctx.serving.predictor.work import Work
 
 _WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
@@ -24,6 +24,7 @@ class Corrected:
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor, self.decode_factor, self.prompt_factor = predictor, 1.0, 1.0
+        self._curve = curves_of(predictor)
         self._decodes, self._prompts, self._all = _Window(), _Window(), _Window()
 
     @property
@@ -37,7 +38,7 @@ class Corrected:
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
         """The seconds of a batch with one more local chunk, as a function of the chunk's tokens."""
-        seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
+        seconds, prompts = self._curve(work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
         if prompts == alone == 1.0:
             return seconds

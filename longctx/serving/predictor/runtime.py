@@ -51,16 +51,17 @@ class Predictor(Protocol):
         """Seconds of prefilling a prompt's tokens from `start` to `stop` alone, in chunks of `chunk` tokens."""
 
 
-def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int], float]:
-    """Seconds of a batch with one more local chunk after `start` tokens, as a function of the chunk's tokens.
+def curves_of(predictor: Predictor) -> Callable[[Work, int], Callable[[int], float]]:
+    """Return what gives the seconds of a batch with one more local chunk, as a function of the chunk's tokens.
 
-    A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own,
-    which gives the same numbers as `seconds` does. No token is sampled after the chunk.
+    It is called with the batch's work and the tokens before the chunk. A step's chunks are found by asking for many
+    sizes, so a predictor may have a quicker `chunk_curve` of its own, which gives the same numbers as `seconds` does.
+    No token is sampled after the chunk.
     """
     own: Callable[[Work, int], Callable[[int], float]] | None = getattr(predictor, "chunk_curve", None)
     if own is not None:
-        return own(work, start)
-    return lambda count: predictor.seconds(work.with_chunk(start, count, False))
+        return own
+    return lambda work, start: lambda count: predictor.seconds(work.with_chunk(start, count, False))
 
 
 def window_of(predictor: Predictor) -> int:
@@ -78,10 +79,14 @@ def seconds_of_many(predictor: Predictor, works: Work, count: int) -> np.ndarray
     Returns:
       float64 `[count]`, each equal to what `predictor.seconds` gives for the batch alone.
     """
+    if not works.rows:
+        return np.zeros(count)
+    differ = [name for name, value in zip(works._fields, works, strict=True) if isinstance(value, np.ndarray)]
 
     def one(number: int) -> float:
-        chunks = tuple(tuple(_item(value, number) for value in chunk) for chunk in works.chunks)
-        return predictor.seconds(Work(*(_item(value, number) for value in works))._replace(chunks=chunks))
+        chunks = tuple([(_item(start, number), tokens) for start, tokens in works.chunks])
+        own: dict[str, Any] = {name: int(getattr(works, name)[number]) for name in differ}
+        return predictor.seconds(works._replace(chunks=chunks, **own))
 
     # Most predictors are arithmetic, which arrays do as well; any other is asked for each batch.
     try:
@@ -321,6 +326,7 @@ class CurvePredictor:
         object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
         per_decode_key = self.per_pair + self.per_key - self.overlap * min(self.per_pair, self.per_key)
         object.__setattr__(self, "_per_decode_key", per_decode_key)
+        object.__setattr__(self, "_last_decodes", (0, 0, 0.0))
         object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
     @property
@@ -340,14 +346,18 @@ class CurvePredictor:
             prompts, kernel = self.per_pair * pairs + self.per_key * keys, self.kernel.of_prompts(counts)
             if self.overlap:
                 prompts -= self.overlap * sum([shorter(self.per_pair, self.per_key, *each) for each in chunks])
-        in_windows, decodes = 0.0, self._per_decode_key * decode_keys  # type: ignore[attr-defined]
-        seen: float = decode_keys
-        if self.sliding is not None:
-            in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
-            decodes = decodes + of_decodes
-            seen = decode_keys + self.sliding.share * (in_window - decode_keys)  # on average over the layers
-        if isinstance(decode_keys, np.ndarray) or decode_keys:  # else rows are counted, and no attention
-            decodes = decodes + self.kernel.of_decodes(num_decodes, seen, decodes)
+        in_windows, is_many = 0.0, isinstance(decode_keys, np.ndarray)
+        if self.sliding is None and not is_many:
+            decodes = self._decode_seconds(num_decodes, decode_keys)
+        else:
+            seen: Any = decode_keys
+            decodes = self._per_decode_key * decode_keys  # type: ignore[attr-defined]
+            if self.sliding is not None:
+                in_windows, of_decodes, in_window = self.sliding.seconds(work, self.overlap)
+                decodes = decodes + of_decodes
+                seen = decode_keys + self.sliding.share * (in_window - decode_keys)  # on average over the layers
+            if is_many or decode_keys:  # else rows are counted, and no attention
+                decodes = decodes + self.kernel.of_decodes(num_decodes, seen, decodes)
         attention = prompts + in_windows + kernel + decodes
         if self.exchange is not None and self.exchange.concerns(work):
             rows, moved = self.exchange.rows(work), self._exchange_seconds(work, prompts, in_windows, kernel)
@@ -389,28 +399,53 @@ class CurvePredictor:
         )
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """The seconds of a batch with one more local chunk, as the module's `chunk_curve`."""
+        """The seconds of a batch with one more local chunk, see `curves_of`."""
         if self.sliding is not None or (self.exchange is not None and self.exchange.concerns(work)):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work
         per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
-        counts, decodes = [count for _, count in chunks], self._per_decode_key * decode_keys  # type: ignore[attr-defined]
-        if decode_keys:
-            decodes += self.kernel.of_decodes(rows - sum(counts), decode_keys, decodes)
-        logits, keys, kernel = self.per_sample * samples, keys + start, self.kernel
-        hidden = sum(shorter(per_pair, per_key, *each) for each in chunks) if overlap else 0.0
+        per_decode_key, known = self._per_decode_key, self._known  # type: ignore[attr-defined]
+        in_chunks, longest, hidden, kernel = 0, 0, 0.0, self.kernel
+        for begin, tokens in chunks:
+            in_chunks, longest = in_chunks + tokens, max(longest, tokens)
+            hidden += shorter(per_pair, per_key, begin, tokens) if overlap else 0.0
+        decodes = self._decode_seconds(rows - in_chunks, decode_keys)
+        logits, keys, of_chunks = self.per_sample * samples, keys + start, kernel.chunk * (len(chunks) + 1)
+        of_step, path, path_most, row = kernel.prompts, kernel.path, kernel.path_most, kernel.row
 
         def seconds(count: int) -> float:
             if count == 1:  # it counts as a decode
-                return self.seconds(work.with_chunk(start, 1, False))
+                if chunks:
+                    return self.seconds(work.with_chunk(start, 1, False))
+                seen = decode_keys + start + 1
+                read = per_decode_key * seen
+                return linear(rows + 1) + (read + kernel.of_decodes(rows + 1, seen, read)) + logits
             own = count * start + count * (count + 1) // 2
             prompts = per_pair * (pairs + own) + per_key * (keys + count)
             if overlap:
-                prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
+                products, reads = per_pair * own, per_key * (start + count)
+                prompts -= overlap * (hidden + (products if products < reads else reads))
+            along = path * (count if count > longest else longest)
+            if along > path_most:
+                along = path_most
+            of_rows = known.get(rows + count)
+            if of_rows is None:
+                of_rows = linear(rows + count)
             # In the order of `seconds`, so that both are the same to the last bit.
-            return linear(rows + count) + (prompts + kernel.of_prompts([*counts, count]) + decodes) + logits
+            return of_rows + (prompts + (of_step + along + row * (in_chunks + count) + of_chunks) + decodes) + logits
 
         return seconds
+
+    def _decode_seconds(self, decodes: int, keys: int) -> float:
+        """Seconds of decodes' attention in layers without a window, of the last call if it was of the same decodes."""
+        if not keys:
+            return 0.0  # rows are counted, and no attention
+        last: tuple[int, int, float] = self._last_decodes  # type: ignore[attr-defined]
+        if last[0] != decodes or last[1] != keys:
+            read: float = self._per_decode_key * keys  # type: ignore[attr-defined]
+            last = decodes, keys, read + self.kernel.of_decodes(decodes, keys, read)
+            object.__setattr__(self, "_last_decodes", last)
+        return last[2]
 
     def _row_seconds(self, rows: int) -> float:
         """Seconds of everything but attention and logits for local rows."""

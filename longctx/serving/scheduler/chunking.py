@@ -13,13 +13,16 @@ import numpy as np
 from longctx.models.validation import shown
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens, window_of
+from longctx.serving.predictor.runtime import Predictor, curves_of, readable_tokens, window_of
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import Chunk, work_by_rank
 from longctx.serving.scheduler.exchange_rule import ExchangeRule, count_rows
+from longctx.serving.scheduler.local_budget import LocalBudget
 from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
+
+Budget = StepBudget | LocalBudget
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
 # below the second, the prompt loses more than those gain that may come meanwhile; above the last a larger one gains
@@ -79,9 +82,12 @@ def _chunk_sizes(tokens: int) -> list[int]:
 def smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
     sizes = _chunk_sizes(chunking.tokens)
-    seconds = [*map(chunk_curve(predictor, Work(window=window_of(predictor)), start), sizes)]
-    least = min(time / size for size, time in zip(sizes, seconds, strict=True))
-    return next(size for size, time in zip(sizes, seconds, strict=True) if efficient * time <= least * size)
+    seconds = [*map(curves_of(predictor)(Work(window=window_of(predictor)), start), sizes)]
+    least = min([time / size for size, time in zip(sizes, seconds, strict=True)])
+    for size, time in zip(sizes, seconds, strict=True):
+        if efficient * time <= least * size:
+            break
+    return size
 
 
 class Chunker:
@@ -122,6 +128,7 @@ class Chunker:
         self.plan, self.page_size = plan or ParallelPlan(), page_size
         self.rule = rule or ExchangeRule(self.plan, chunking.tokens, page_size)
         self.tenants, self.step_seconds = tenants or TenantShares({}), step_seconds
+        self._lends = lends_steps(policy)
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
         self._grown = -self.plan.stage  # how many batches ago rows grew
@@ -136,15 +143,20 @@ class Chunker:
         """
         if not prompts:
             return {}
-        step = self.step(decodes)
+        step: Budget
+        if self.plan.context == 1:
+            (work,) = work_by_rank(decodes, 1, self.page_size, window=self.rule.window)
+            step = self.step(work)
+        else:
+            step = StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
         return self.fill(step, prompts, now, lambda head: self._targets(step, head, decodes, in_stages))
 
-    def step(self, decodes: List[Chunk], work: Work | None = None) -> StepBudget:
-        """Return a step that has decodes alone, see `StepBudget`."""
-        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule, work)
+    def step(self, work: Work) -> LocalBudget:
+        """Return a step on one rank that has decodes alone, which are such work."""
+        return LocalBudget(self.predictor, self.chunking.tokens, work)
 
     def fill(
-        self, step: StepBudget, prompts: List[Sequence], now: float, targets_of: Callable[[Sequence], List[float]]
+        self, step: Budget, prompts: List[Sequence], now: float, targets_of: Callable[[Sequence], List[float]]
     ) -> dict[Sequence, Share]:
         """Fill a step with chunks of prompts, at least one, and return the share of each that gets one.
 
@@ -158,11 +170,11 @@ class Chunker:
         if step.tokens <= step.rows:
             return {}
         # Where each has a step to itself, only those are looked at for whom it leaves something.
-        others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
+        others = [*order] if self._lends or self.plan.context > 1 else []
         targets = targets_of(head) if self.heeds_targets else []
         least_of = self._set_limit(step, head, others, targets)
         self._take(step, head, others, least_of, now)
-        if self.plan.context > 1:
+        if isinstance(step, StepBudget):
             if step.limit == math.inf:
                 step.limit = step.full_seconds()
             step.limit = max(step.limit, step.seconds)  # that long all ranks wait
@@ -271,18 +283,16 @@ class Chunker:
     def _bucket(self, rows: int) -> int:
         return min(bisect_left(self._buckets, rows), len(self._buckets) - 1) if rows else -1
 
-    def _targets(
-        self, step: StepBudget, head: Sequence, decodes: List[Chunk], in_stages: List[Sequence]
-    ) -> list[float]:
+    def _targets(self, step: Budget, head: Sequence, decodes: List[Chunk], in_stages: List[Sequence]) -> list[float]:
         """Return the TPOT targets that bound a step: with static chunks, those of decodes on other ranks only."""
         waiting = [(chunk.sequence, chunk.ranks) for chunk in decodes] + [(s, s.ranks) for s in in_stages]
         if not self.chunking.adaptive:
-            ranks = {*step.ranks(head)}
+            ranks = {*step.ranks(head)} if isinstance(step, StepBudget) else {0}
             waiting = [(sequence, others) for sequence, others in waiting if ranks.isdisjoint(others)]
         return [sequence.tpot_target for sequence, _ in waiting if sequence.tpot_target is not None]
 
     def _set_limit(
-        self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]
+        self, step: Budget, head: Sequence, others: List[Sequence], targets: List[float]
     ) -> Callable[[], int]:
         """Set the seconds that a step may take. Returns what finds the smallest chunk of the most urgent prompt.
 
@@ -290,7 +300,7 @@ class Chunker:
         context, or a chunk of the most urgent prompt that is still good. Static chunks too leave decodes of other ranks
         their targets.
         """
-        has_others = self.plan.context > 1 and step.has_others(head, others)
+        has_others = isinstance(step, StepBudget) and step.has_others(head, others)
         context, spread, efficient = step.context(head), step.spread(head), 0.0
         if targets:
             step.limit, efficient = min(targets) / self.plan.stage, EFFICIENT
@@ -299,14 +309,14 @@ class Chunker:
             if not step.seconds_with(head, step.room(head)) <= step.limit < math.inf:
                 best = self._smallest(0 if has_others else context, _BEST)
                 step.tokens = min(best + step.rows, step.tokens)
-        if has_others:
+        if isinstance(step, StepBudget) and has_others:
             good = min(self._smallest(context, _GOOD) * spread, step.room(head))
             step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
         return lambda: self._smallest(context, efficient) * spread if efficient else 1
 
     def _take(
         self,
-        step: StepBudget,
+        step: Budget,
         sequence: Sequence,
         others: List[Sequence],
         least_of: Callable[[], int] | None,
@@ -321,11 +331,11 @@ class Chunker:
         if (least_of is None or not room) and not step.has_room(sequence):
             return
         least = -1  # not known yet
-        borrowers = self._borrowers(step, sequence, others) if others and lends_steps(self.policy) else []
+        borrowers = self._borrowers(step, sequence, others) if others and self._lends else []
         if borrowers:
             least = 0 if least_of is None else min(least_of(), room)
             self._find_due_shares(step, sequence, borrowers, least, now)
-        lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
+        lent = min(1.0, max([self.policy.share(s, now) for s in borrowers], default=0.0))
         if lent > 0:
             # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
             beside = step.beside(sequence, max(least, step.largest(sequence, 1 - lent)))
@@ -339,7 +349,7 @@ class Chunker:
             count = max(min(least, left), count)
         step.take(sequence, self._fill_program(step, sequence, count) if self.chunking.adaptive else count)
 
-    def _fill_program(self, step: StepBudget, sequence: Sequence, count: int) -> int:
+    def _fill_program(self, step: Budget, sequence: Sequence, count: int) -> int:
         """`count` tokens of a prompt, or fewer that fill a smaller program, if that takes less time for each token.
 
         The last chunk of a prompt stays whole. On several ranks programs have rows of three kinds, which are not
@@ -359,21 +369,19 @@ class Chunker:
     def _smallest(self, start: int, efficient: float) -> int:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)
 
-    def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
+    def _borrowers(self, step: Budget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
         """Return the prompts that may share the ranks of a prompt: those that need less than it does."""
         borrowers = [
             s
             for s in others
             if s.prefill_remaining < head.prefill_remaining and s.priority == head.priority and s not in step.shares
         ]
-        if self.plan.context > 1:
+        if isinstance(step, StepBudget):
             ranks = {*step.ranks(head)}
             borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
         return borrowers
 
-    def _find_due_shares(
-        self, step: StepBudget, head: Sequence, borrowers: List[Sequence], least: int, now: float
-    ) -> None:
+    def _find_due_shares(self, step: Budget, head: Sequence, borrowers: List[Sequence], least: int, now: float) -> None:
         """Set `due_share` of those that may share the steps of a longer prompt.
 
         It is what they and those that are due before them need of the steps until then, each as long as this one with

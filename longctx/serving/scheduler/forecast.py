@@ -10,7 +10,7 @@ import numpy as np
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor, seconds_of_many
+from longctx.serving.predictor.runtime import Predictor, curves_of, seconds_of_many
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
@@ -20,6 +20,8 @@ from longctx.serving.scheduler.slo import Slo
 # Steps that are predicted one by one; places at which the steps of a longer prompt are looked at; and, where ranks
 # fill up, rounds of all ranks.
 _LOOKED_AT, _PARTS, _FOLLOWED = 16, 4, 2
+
+_NO_WORK = Work()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,14 @@ class PromptTime:
 
     def step_seconds(self, start: int, count: int, stop: int, tpot: float | None = None) -> float:
         """Seconds of `count` tokens after `start` others of a prompt that ends at `stop`, as a part of a full step."""
-        tokens, seconds = self._step(start, stop, self._limit(tpot))
+        if self.placer.num_ranks == 1:  # at once, for there are many
+            tokens, none = min(stop - start, self.rows), Work(window=self.rule.window) if self.rule.window else _NO_WORK
+            if start + tokens == stop:
+                seconds = self.predictor.seconds(none.with_chunk(start, tokens, True))
+            else:
+                seconds = curves_of(self.predictor)(none, start)(tokens)
+        else:
+            tokens, seconds = self._step(start, stop, self._limit(tpot))
         return seconds * count / tokens
 
     def next_step(self, start: int, stop: int, tpot: float | None = None) -> tuple[int, float]:

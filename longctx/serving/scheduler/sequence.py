@@ -116,7 +116,8 @@ class Sequence:
     @property
     def plannable(self) -> int:
         """Tokens of `remaining` that may be planned: the last one once all pages that it may need are promised."""
-        return int(min(self.remaining - (self.claim > 0), self.reach - self.computed))
+        left, most = self.length - self.computed - (self.claim > 0), self.reach - self.computed
+        return left if left <= most else int(most)
 
     @property
     def is_drained(self) -> bool:

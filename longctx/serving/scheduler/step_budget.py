@@ -7,7 +7,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor, chunk_curve
+from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import (
     Chunk,
@@ -38,7 +38,9 @@ class _RankWork(NamedTuple):
 
 
 class StepBudget:
-    """Rows are of three kinds, each the same number on all ranks, as a compiled step has it.
+    """A step on several ranks; `LocalBudget` is one on one rank.
+
+    Rows are of three kinds, each the same number on all ranks, as a compiled step has it.
 
     Local rows are computed by one rank alone. Replicated rows have one place on all ranks of their sequence; sequences
     on other ranks may have the same places. Sharded rows are spread over all ranks.
@@ -47,7 +49,6 @@ class StepBudget:
       tokens: rows that a step may have, of all three kinds.
       decodes: chunks that are in the step already.
       rule: says whose rows are sharded; None: without predictions.
-      work: of the decodes, on one rank alone, where it is known; they need not be given then.
 
     Attributes:
       limit: seconds that its slowest rank may take.
@@ -62,23 +63,16 @@ class StepBudget:
         tokens: int,
         decodes: List[Chunk],
         rule: ExchangeRule | None = None,
-        work: Work | None = None,
     ) -> None:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
-        self._alone: dict[tuple[Sequence, int], list[_RankWork]] = {}  # of shares that were asked about, on one rank
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
-        self._works = (
-            work_by_rank(decodes, plan.context, page_size, window=self._rule.window) if work is None else [work]
-        )
-        if plan.context == 1:  # at once, for there are many
-            self._local[0] = self._works[0].rows
-        else:
-            for chunk in decodes:
-                self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
+        self._works = work_by_rank(decodes, plan.context, page_size, window=self._rule.window)
+        for chunk in decodes:
+            self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
 
@@ -86,11 +80,6 @@ class StepBudget:
     def rows(self) -> int:
         """Rows of each kind on the rank that has most of it."""
         return -(-self._sharded // self._num_ranks) + max(self._replicated) + max(self._local)
-
-    @property
-    def work(self) -> Work:
-        """Work of the first rank."""
-        return self._works[0]
 
     @property
     def seconds(self) -> float:
@@ -107,12 +96,12 @@ class StepBudget:
         self._add(sequence, share, self._with(sequence, share))
 
     def fill(self, sequences: Iterable[Sequence]) -> None:
-        """Take as much of each as there is room for. On one rank, once one gets less than it may there is none."""
+        """Take as much of each as there is room for."""
         for sequence in sequences:
             if self.take_whole(sequence):
                 continue
             self.take(sequence, self.largest(sequence))
-            if self.is_full or (self._num_ranks == 1 and not self.has_all(sequence)):
+            if self.is_full:
                 return
 
     def ranks(self, sequence: Sequence) -> tuple[int, ...]:
@@ -181,22 +170,15 @@ class StepBudget:
         limit = self._begun + share * (self.limit - self._begun)
         if self._fits(sequence, most, limit):
             return most
-        if self._num_ranks == 1:
-            curve = chunk_curve(self._predictor, self._works[0], sequence.computed)
-            fits = lambda count: curve(count) <= limit  # noqa: E731
-        else:
-            fits = lambda count: self._fits(sequence, count, limit)  # noqa: E731
         low, high = 0, most  # low fits, high does not
         while high - low > 1:
             count = (low + high) // 2
-            low, high = (count, high) if fits(count) else (low, count)
+            low, high = (count, high) if self._fits(sequence, count, limit) else (low, count)
         return self.room(sequence, low)
 
     def room(self, sequence: Sequence, count: int | None = None) -> int:
         """Rows that there are for a prompt, which needs no more than `count`, or than it may compute now."""
         count = sequence.plannable if count is None else count
-        if self._num_ranks == 1:
-            return min(count, max(0, self.tokens - self._local[0]))
         while count > 0:
             _, ranks, sharded = self.share(sequence, count)
             room = self._room(ranks, sharded)
@@ -209,8 +191,6 @@ class StepBudget:
 
     def share(self, sequence: Sequence, count: int) -> Share:
         """Return where a prompt's next `count` tokens are computed."""
-        if self._num_ranks == 1:
-            return Share(count, (0,), False)
         if self._is_sharded(sequence):
             return Share(count, tuple(range(self._num_ranks)), True)
         if self._plan.shards_rows and self._plan.placement == "interleave":
@@ -247,7 +227,6 @@ class StepBudget:
 
     def _add(self, sequence: Sequence, share: Share, works: list[_RankWork]) -> None:
         self.shares[sequence] = share
-        self._alone = {}
         for rank, work, seconds in works:
             self._works[rank], self._seconds[rank] = work, seconds
         self._place(*share)
@@ -270,7 +249,7 @@ class StepBudget:
 
     def _before_growth(self, sequence: Sequence) -> int:
         """Tokens of a prompt that can be computed without pages on one more rank."""
-        if self._num_ranks == 1 or sequence.placement is None:
+        if sequence.placement is None:
             return sequence.remaining
         number = len(sequence.pages)
         page = sequence.placement.until(number, sequence.ranks or (sequence.placement.rank(number),))
@@ -296,12 +275,6 @@ class StepBudget:
         """The work of each rank that computes a share of a prompt, with that share."""
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples, works, predict = count == sequence.remaining, self._works, self._predictor.seconds
-        if self._num_ranks == 1:
-            known = self._alone.get((sequence, count))
-            if known is None:
-                work = works[0].with_chunk(start, count, samples)
-                known = self._alone[sequence, count] = [_RankWork(0, work, predict(work))]
-            return known
         if share.sharded:
             rows = sharded_rows(count, self._sharded, self._num_ranks)
             # About: chunks of several sequences may have most of their keys on different ranks.

@@ -160,7 +160,7 @@ class PlannedSteps:
         sequence, _, _ = chunks[0]
         first, stop = sequence.registered, (chunks[-1][1] + chunks[-1][2]) // running.page_size
         # All at once, unless the pages of some can be found meanwhile: these may be the next to be overwritten.
-        is_new = len(chunks) == 1 or all(pool.find(key) is None for key in sequence.keys[first:stop])
+        is_new = len(chunks) == 1 or pool.finds_none(sequence.keys[first:stop])
         for _, start, tokens in chunks[-1:] if is_new else chunks:
             sequence.computed = start + tokens
             if sequence.computed > len(sequence.pages) * running.page_size:

@@ -83,6 +83,7 @@ class PromptSteps(PlannedSteps):
     ) -> None:
         super().__init__(core, queue, executor, batches, pendings)
         self._find_decodes()
+        self._waits = self._find_waits() if core.scheduler.chunker.heeds_targets else []
 
     def _find_decodes(self) -> None:
         """Find the decodes of each of `stage` steps, and the first step at whose end a sequence ends."""
@@ -118,22 +119,24 @@ class PromptSteps(PlannedSteps):
                 return step
         return math.inf
 
+    def _find_waits(self) -> list[tuple[float, int, int]]:
+        """Return the TPOT targets, the least first, each with the first step that a sequence waits for, and its end."""
+        waits = list[tuple[float, int, int]]()
+        for sequence in self._core.scheduler.running.decoding:
+            if sequence.tpot_target is None:
+                continue
+            left = sequence.prompt_length + sequence.max_tokens - sequence.length
+            ready = max(sequence.ready, self._begin) if left else sequence.ready
+            # A token waits for the steps while it is in later stages, but the first one, which is a prompt's.
+            is_first = sequence.length <= sequence.prompt_length + 1
+            waits.append(
+                (sequence.tpot_target, ready if is_first else ready - self._stage + 1, ready + left * self._stage)
+            )
+        return sorted(waits)
+
     def _targets(self, step: int) -> List[float]:
         """Return the least TPOT target of the sequences whose tokens wait for a step; empty: there is none."""
-        stop, waiting = step + self._stage, list[float]()
-        for sequence in self._core.scheduler.running.decoding:
-            target = sequence.tpot_target
-            if target is None:
-                continue
-            ready = sequence.ready if sequence.is_drained else max(sequence.ready, self._begin)
-            if ready <= step and not sequence.is_drained:
-                # Planned in one of the last `stage` steps, this one included, unless it was drained before.
-                left = sequence.prompt_length + sequence.max_tokens - sequence.length
-                if step < ready + left * self._stage:
-                    waiting.append(target)
-            elif step < ready < stop and sequence.length > sequence.prompt_length + 1:
-                waiting.append(target)
-        return [min(waiting)] if waiting else []
+        return next(([target] for target, first, stop in self._waits if first <= step < stop), [])
 
     def run(self, until: float, least: int) -> None:
         """Find the sizes and times of the steps that end before `until`, or of `least` steps."""
@@ -196,7 +199,7 @@ class PromptSteps(PlannedSteps):
             return 0
         starts = prompt.computed + np.cumsum(sizes) - sizes
         keys, seconds, is_good = np.zeros(count, np.int64), np.zeros(count), np.zeros(count, bool)
-        targets = self._targets(step) if chunker.heeds_targets else []
+        targets = self._targets(step)
         for i, place in enumerate(places):
             decodes, mine, number = self._rows[place], starts[i::stage], len(starts[i::stage])
             seen = keys[i::stage] = self._keys[place] + decodes * np.arange(number)
@@ -258,7 +261,7 @@ class PromptSteps(PlannedSteps):
         if step >= self._shortage:
             return False
         rows, decodes = self._rows[place], self._groups[place]
-        budget = chunker.step((), self._decode_work(step))
+        budget = chunker.step(self._decode_work(step))
         prompts = [each for each in self._prompts if each.plannable > 0]
         shares = chunker.fill(budget, prompts, now, lambda head: self._targets(step)) if prompts else {}
         if not (shares or rows) or any(share.num_tokens == each.remaining for each, share in shares.items()):

@@ -55,7 +55,7 @@ def _completes_new_pages(core: Core, count: int) -> bool:
         keys, first = list(sequence.keys), len(sequence.keys)
         completion_of(sequence).keys_after(keys, core.page_hash, count)
         found += keys[first:]
-    return len({*found}) == len(found) and not any(core.pool.find(key) is not None for key in found)
+    return len({*found}) == len(found) and core.pool.finds_none(found)
 
 
 def advance(
