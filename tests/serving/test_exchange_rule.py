@@ -143,7 +143,7 @@ def test_a_short_rest_of_a_long_prompt_is_replicated_and_a_long_one_sharded() ->
     assert by.shards(0, 2 * ROWS)
 
 
-@pytest.mark.parametrize(("topology", "tokens"), [("h100-nvlink", 35), ("h100-rdma", 156), ("h100-tcp", 156)])
+@pytest.mark.parametrize(("topology", "tokens"), [("h100-nvlink", 35), ("h100-rdma", 158), ("h100-tcp", 156)])
 def test_how_many_tokens_are_worth_sharding_depends_on_the_link(topology: str, tokens: int) -> None:
     """The figures of docs/parallel_plans.md."""
     by, keys = rule("auto", topology, "grow"), [32_000] * RANKS
