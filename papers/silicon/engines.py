@@ -32,11 +32,13 @@ class Overheads(NamedTuple):
       first_token: between client and engine, of a request's first token.
       layer: that the host takes to start the kernels of a layer in a step with more rows than are captured in a CUDA
         graph. The devices take longer for many rows, and hide it; else the step takes as long.
+      sequence: of each sequence that has a token in a step, which the host samples, detokenizes and sends on.
     """
 
     step: float
     first_token: float
     layer: float = 0.0
+    sequence: float = 0.0
 
 
 class Engine(NamedTuple):
@@ -58,10 +60,10 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "vllm": Engine("vllm-mixed", True, Overheads(0.00183, 0.019)),
-    "sglang": Engine("sglang", False, Overheads(0.00033, 0.134)),
-    "trtllm": Engine("trtllm", True, Overheads(0.00012, 0.025, 0.0006)),
-    "trtllm, Llama": Engine("trtllm", True, Overheads(0.0005, 0.0, 0.0006), lacking=1),
+    "vllm": Engine("vllm-mixed", True, Overheads(0.0012, 0.020, 0.0, 46e-6)),
+    "sglang": Engine("sglang", False, Overheads(0.0, 0.134, 0.0, 24e-6)),
+    "trtllm": Engine("trtllm", True, Overheads(0.0, 0.024, 0.0006, 8e-6)),
+    "trtllm, Llama": Engine("trtllm", True, Overheads(0.0006, 0.0, 0.0006, 2e-6), lacking=1),
 }
 """By name of the engine, with the family of models after it where these runs differ from its others."""
 
@@ -107,7 +109,7 @@ def simulate(run: Run, overheads: Overheads | None = None) -> Record:
         dataclasses.replace(topology, device=device),
         run.tensor,
         host=HostTimes(front_end=FRONT_END),
-        predict=functools.partial(_predict_steps, overheads.layer * run.config.num_layers),
+        predict=functools.partial(_predict_steps, overheads.layer * run.config.num_layers, overheads.sequence),
         prefix_cache=False,
         run_ahead=2,
         token_budget=budget,
@@ -117,13 +119,17 @@ def simulate(run: Run, overheads: Overheads | None = None) -> Record:
     return simulation.run(make_workload(run), until=1e6, keep_steps=False)
 
 
-def _predict_steps(least: float, *arguments: Any, **options: Any) -> CurvePredictor:
-    """The predictor of a system whose steps of more than `CAPTURED` rows take `least` seconds at least."""
+def _predict_steps(least: float, sequence: float, *arguments: Any, **options: Any) -> CurvePredictor:
+    """The predictor of a system whose steps of more than `CAPTURED` rows take `least` seconds at least.
+
+    Each token of a step takes `sequence` seconds more.
+    """
     predicted = predictor(*arguments, **options)
     knots = sorted({*predicted.rows, CAPTURED, CAPTURED + 1})
     linear = np.interp(knots, predicted.rows, predicted.linear)
     linear[np.array(knots) > CAPTURED] = np.maximum(linear[np.array(knots) > CAPTURED], least)
-    return dataclasses.replace(predicted, rows=tuple(knots), linear=tuple(linear.tolist()))
+    per_sample = predicted.per_sample + sequence
+    return dataclasses.replace(predicted, rows=tuple(knots), linear=tuple(linear.tolist()), per_sample=per_sample)
 
 
 def predict(run: Run, overheads: Overheads | None = None) -> tuple[float, float]:

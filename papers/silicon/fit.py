@@ -3,6 +3,7 @@
 from collections.abc import Sequence as List
 
 import numpy as np
+from scipy.optimize import linprog
 
 from papers.silicon.engines import Overheads, predict_all
 from papers.silicon.runs import Run
@@ -14,9 +15,9 @@ LAYERS = 0.0, 0.3e-3, 0.45e-3, 0.6e-3  # seconds of the host for a layer that ar
 def fit_overheads(runs: List[Run], predictions: List[tuple[float, float]], start: Overheads) -> tuple[Overheads, float]:
     """Fit the overheads of one engine, but for those of a layer: those with the least mean relative error.
 
-    A step's overhead is added to each token, as every sequence that decodes has one token a step. It is the weighted
-    median of what predictions lack, with weights of 1 / measured, which minimises the mean of |predicted / measured -
-    1|; that of the first token likewise, after the step's own.
+    Those of a step and of its sequences are added to each token, as every sequence that decodes has one token a step;
+    a linear program finds them. That of the first token is then the median of what predictions lack, weighted by 1 /
+    measured, which minimises the mean of |predicted / measured - 1|.
 
     Args:
       runs: of one engine, measured.
@@ -28,12 +29,20 @@ def fit_overheads(runs: List[Run], predictions: List[tuple[float, float]], start
     """
     ttft, tpot = np.array(predictions).T
     measured_ttft, measured_tpot = np.array([(run.ttft, run.tpot) for run in runs]).T
-    step = max(0.0, start.step + _weighted_median(measured_tpot - tpot, 1 / measured_tpot))
+    users = np.array([run.users for run in runs], float)
+    # Of the variables, two are overheads, and the others bound what each run lacks from above and below.
+    times, bounds = np.stack([np.ones(len(runs)), users], 1) / measured_tpot[:, None], np.eye(len(runs))
+    lacking = (measured_tpot - tpot + start.step + users * start.sequence) / measured_tpot
+    solved = linprog(
+        np.r_[0.0, 0.0, np.ones(len(runs))],
+        np.block([[times, -bounds], [-times, -bounds]]),
+        np.r_[lacking, -lacking],
+    )
+    step, sequence = solved.x[:2].tolist()
     # A first token waits for about two steps: the one in which its request came, and its own.
-    ttft = ttft + 2 * (step - start.step)
+    ttft = ttft + 2 * (step - start.step + users * (sequence - start.sequence))
     first = max(0.0, start.first_token + _weighted_median(measured_ttft - ttft, 1 / measured_ttft))
-    error = np.abs((tpot + step - start.step) / measured_tpot - 1).mean()
-    return start._replace(step=step, first_token=first), float(error)
+    return start._replace(step=step, sequence=sequence, first_token=first), solved.fun / len(runs)
 
 
 def fit_engine(runs: List[Run], jobs: int, start: Overheads) -> Overheads:
