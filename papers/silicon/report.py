@@ -61,6 +61,7 @@ def write_page(runs: List[Run], ours: Predictions, peer: Predictions, out: Path)
     lines = [_HEAD.format(count=len(runs), known=known, front_end=1e3 * FRONT_END, captured=CAPTURED)]
     lines += [_overheads()]
     lines += ["## Errors\n", _table(groups, ours, peer)]
+    lines += [_ranks(runs, {"longctx": ours, "AIConfigurator": peer})] if peer else []
     if plotting.can_draw():
         _draw(groups, ours, out / "silicon.svg")
         lines += ["![Predicted against measured TPOT and TTFT, one point a run](silicon.svg)\n"]
@@ -100,6 +101,30 @@ def _table(groups: Mapping[str, List[Run]], ours: Predictions, peer: Predictions
                 errors = Errors.of(tpot, [run.tpot for run in known]), Errors.of(ttft, [run.ttft for run in known])
                 rows.append(f"| {name} | {which} | {len(known)} | {errors[0]} | {errors[1]} |")
     return "\n".join(rows) + "\n"
+
+
+def _ranks(runs: List[Run], predictions: Mapping[str, Predictions]) -> str:
+    """The text on how predictions rank GPUs and users of an engine, for prompts and outputs of one length."""
+    workloads: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        if all(run.name in each for each in predictions.values()):
+            key = run.engine, run.model, run.fp8_weights, run.prompt_tokens, run.output_tokens
+            workloads.setdefault(key, []).append(run)
+    many = [group for group in workloads.values() if len(group) >= 5]
+    said = []
+    for name, known in predictions.items():
+        ranks = [
+            [
+                Errors.of(
+                    [known[run.name][index] for run in group], [(run.ttft, run.tpot)[index] for run in group]
+                ).rank
+                for group in many
+            ]
+            for index in (1, 0)
+        ]
+        means = [f"{np.mean(each):.2f} (median {np.median(each):.2f})" if each else "-" for each in ranks]
+        said.append(f"{name} {means[0]} of TPOT, {means[1]} of TTFT")
+    return f"Rank over the plans of one workload, mean of {len(many)} with at least five: {'; '.join(said)}.\n"
 
 
 def _draw(groups: Mapping[str, List[Run]], ours: Predictions, path: Path) -> None:
