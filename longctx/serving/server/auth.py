@@ -51,10 +51,12 @@ _OF_ANY_KEY = frozenset(
 TENANT_HEADER = "x-longctx-tenant"
 """Header in which keys with the scope `migrate`, such as a router's, name the tenant of a request, percent-encoded."""
 
-_FORWARDED = ("forwarded", "origin", "via", "x-forwarded-for")  # headers of proxies and web pages, which act for others
+_FORWARDED = ("forwarded", "origin", "via", "x-forwarded-", "x-real-ip")
+"""Beginnings of headers of proxies and web pages, which act for others."""
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _LOOK = 1.0  # seconds between two looks at whether files of keys have changed
 _GRANT, _GRANT_SECONDS = "grant.", 600.0
+_GRANTED = ("/v1/completions", "/server_info")  # what an instance asks another one that reads a prompt
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Client:
       name: of its key. Empty: it has none.
       limit: of its tenant; None: of requests that another server has counted, or that no key sends.
       subject: what an administrative action is done to, for the audit log.
-      is_granted: whether a router lets it read a prompt of this tenant, and nothing else.
+      is_granted: whether a router lets it have a prompt of this tenant read here, and do nothing else.
     """
 
     tenant: str
@@ -304,6 +306,8 @@ class AuthMiddleware:
                     )
                 raise ApiError(403, message, code="admin_key_needed")
             raise _unknown(headers)
+        if client.is_granted and path not in _GRANTED:
+            raise ApiError(403, "a grant opens /v1/completions and /server_info alone", code="admin_key_needed")
         if TENANT_HEADER in headers:
             if not client.may("migrate"):
                 message = f"the header {TENANT_HEADER} needs the key of an administrator, or one with the scope migrate"
@@ -399,7 +403,7 @@ def _unknown(headers: Headers, problem: str = "the key is not known") -> ApiErro
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether a client on this host asks, by its address and the name that it calls the server, for itself."""
     address, _ = scope.get("client") or ("", 0)
-    is_forwarded = any(name in headers for name in _FORWARDED)
+    is_forwarded = any(name.startswith(_FORWARDED) for name in headers.keys())  # noqa: SIM118
     return is_loopback(address) and is_loopback(_host(headers)) and not is_forwarded
 
 

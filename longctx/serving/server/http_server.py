@@ -194,6 +194,7 @@ class HttpServer(uvicorn.Server):
             ws="none",
             loop="uvloop",
             log_config=None,
+            log_level="error",  # warnings are of what clients send: any of them could fill the log
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -273,6 +273,14 @@ def test_options_of_keys_are_checked(options: str) -> None:
     assert "long-enough" not in str(caught.value)
 
 
+def test_what_clients_send_wrongly_fills_no_log(guarded: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", guarded.port), 10) as connection:
+            connection.sendall(b"no request\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+    assert caplog.messages == []
+
+
 def test_one_key_can_t_be_two_people_s() -> None:
     with pytest.raises(ValueError, match="different keys"):
         ServerSettings(api_keys=(ApiKey("a", "12345678"),), admin_keys=(ApiKey("b", "12345678"),))
@@ -289,6 +297,8 @@ def test_one_key_can_t_be_two_people_s() -> None:
         ("::ffff:192.0.2.7", {"host": "localhost"}, False),
         ("127.0.0.1", {"host": "evil.example"}, False),  # whose name was made to point here
         ("127.0.0.1", {"host": "localhost", "x-forwarded-for": "192.0.2.7"}, False),  # of a proxy on this host
+        ("127.0.0.1", {"host": "localhost", "x-real-ip": "192.0.2.7"}, False),
+        ("127.0.0.1", {"host": "localhost", "x-forwarded-proto": "https"}, False),
         ("127.0.0.1", {"host": "localhost", "origin": "https://evil.example"}, False),  # of a page in a browser here
         (None, {"host": "localhost"}, False),
     ],

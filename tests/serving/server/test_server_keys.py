@@ -24,6 +24,7 @@ from longctx.serving.server.settings import SCOPES, ApiKey, ServerSettings, hash
 
 KEYS = {scope: f"the-key-with-scope-{scope}" for scope in SCOPES}
 BODY = {"model": NAME, "prompt": "ABCD" * 5, "max_tokens": 4, "ignore_eos": True}
+READ = {"do_remote_decode": True}
 PAST, FUTURE = time.time() - 1, time.time() + 3600
 
 
@@ -356,8 +357,13 @@ def test_a_grant_opens_one_instance_for_one_tenant() -> None:
         assert KeyRing([plain]).granted(wrong) is None, wrong
     with guarded("ann key-of-ann", "router key-of-router scopes=migrate") as (_, client):
         sent = bearer(grant)
-        assert client.post("/v1/completions", json=BODY, headers=sent).status_code == 200
+        asked = client.post("/v1/completions", json=BODY | {"kv_transfer_params": READ}, headers=sent)
+        assert (asked.status_code, "--role" in asked.text) == (400, True)  # this server reads for no other one
         assert client.get("/server_info", headers=sent).status_code == 200
-        for method, path in (("POST", "/resume"), ("GET", "/metrics"), ("POST", "/drain"), ("POST", "/kv_swap")):
+        denied = ["GET /metrics", "POST /resume", "POST /drain", "POST /kv_swap", "GET /v1/caches", "POST /v1/caches"]
+        for method, path in map(str.split, [*denied, "POST /tokenize", "POST /v1/chat/completions", "GET /v1/models"]):
             assert client.request(method, path, json={}, headers=sent).status_code == 403, path
-        assert client.get("/version", headers=sent | {"x-longctx-tenant": "bob"}).status_code == 403
+        for params in (None, {}, READ | {"do_remote_prefill": True}):
+            body = BODY | {"kv_transfer_params": params}
+            assert client.post("/v1/completions", json=body, headers=sent).status_code == 403, params
+        assert client.get("/server_info", headers=sent | {"x-longctx-tenant": "bob"}).status_code == 403

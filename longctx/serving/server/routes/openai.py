@@ -147,6 +147,10 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     call_id = client.request_id
     async with server.bodies.read(request) as body:
         call = await unless_gone(request, server.read(kind, body, origin_of(request)))
+    params = call.body.kv_transfer_params
+    if client.is_granted and not (params is not None and params.do_remote_decode and not params.do_remote_prefill):
+        message = "a grant is for prompts that are read for another server: kv_transfer_params with do_remote_decode"
+        raise ApiError(403, message, "kv_transfer_params", "admin_key_needed")
     try:
         call, received = begin_transfer(
             server.transfers, call, request.headers, client.may("migrate") or client.is_granted
