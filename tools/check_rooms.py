@@ -25,27 +25,27 @@ class Room(NamedTuple):
 SERVING = "longctx/serving"
 ROOMS = {
     "kernels": Room(("longctx/kernels",), 8340, 60, 6000),  # partitioning for JAX's own sharding came after the plan
-    "parallel": Room(("longctx/parallel",), 4850, 25, 2800),
-    "models": Room(("longctx/models",), 5850, 31, 4200),
+    "parallel": Room(("longctx/parallel",), 4900, 25, 2800),
+    "models": Room(("longctx/models",), 6070, 32, 4200),
     "nnx": Room(("longctx/nnx",), 1260, 7, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 1910, 12, 1200),
-    "engine": Room((f"{SERVING}/engine",), 3540, 16, 2600),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 2000, 12, 1200),
+    "engine": Room((f"{SERVING}/engine",), 3590, 16, 2600),
     "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4500, 26, 3300),
-    "KV cache": Room((f"{SERVING}/kv_cache",), 3100, 18, 2600),
-    "predictor": Room((f"{SERVING}/predictor",), 1560, 9, 900),
-    "scheduler": Room((f"{SERVING}/scheduler",), 3970, 15, 2700),
-    "distributed": Room((f"{SERVING}/distributed",), 1910, 13, 1400),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 3390, 19, 2600),
+    "predictor": Room((f"{SERVING}/predictor",), 1630, 9, 900),
+    "scheduler": Room((f"{SERVING}/scheduler",), 4140, 16, 2700),
+    "distributed": Room((f"{SERVING}/distributed",), 1990, 13, 1400),
     "recording": Room(
-        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1530, 12, 1500
+        (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1590, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 5100, 29, 4200),
-    "cluster": Room(("longctx/cluster",), 8370, 46, 6500),
-    "simulation": Room(("longctx/simulation",), 7970, 48, 6500),
-    "command line": Room(("longctx/cli",), 4060, 25, 2400),
-    "longctx": Room(("longctx",), 68360, 399, 50000),
-    "papers": Room(("papers",), 5710, 44, 4500),
-    "tests": Room(("tests",), 55910, 360, 38000),
-    "benchmarks": Room(("benchmarks",), 9120, 64, 8000),
+    "server": Room((f"{SERVING}/server",), 6600, 32, 4200),
+    "cluster": Room(("longctx/cluster",), 8590, 47, 6500),
+    "simulation": Room(("longctx/simulation",), 8010, 48, 6500),
+    "command line": Room(("longctx/cli",), 4370, 26, 2400),
+    "longctx": Room(("longctx",), 71480, 407, 50000),
+    "papers": Room(("papers",), 5880, 44, 4500),
+    "tests": Room(("tests",), 60430, 387, 38000),
+    "benchmarks": Room(("benchmarks",), 9270, 66, 8000),
 }
 
 

@@ -44,7 +44,6 @@ from longctx.serving.config import AdmissionLimits
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
-from longctx.serving.server.connections import raise_descriptor_limit
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
 from longctx.serving.server.tls import Tls
 
@@ -60,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if options.end_with_stdin:
         end_with_parent()
     extras.check("serve", "longctx serve")
+    from longctx.serving.server.connections import raise_descriptor_limit
     from longctx.serving.server.http_server import bind
 
     raise_descriptor_limit()

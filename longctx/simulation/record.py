@@ -33,7 +33,7 @@ class Served:
       >>> requests = synthesize(2, Lengths(3000, 3000), Lengths(100, 100))
       >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
       >>> [(served.number, round(served.ttft, 3), round(served.tpot, 4)) for served in record.served]
-      [(0, 0.134, 0.0066), (1, 0.145, 0.0065)]
+      [(0, 0.134, 0.0065), (1, 0.145, 0.0065)]
     """
 
     due: float

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from cluster import JOBS, Cluster, check, resident, summary
+from host_cluster import JOBS, Cluster, check, resident, summary
 from switch import Rules
 
 CLIENTS = 6

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from cluster import Cluster, check, summary, written
+from host_cluster import Cluster, check, summary, written
 
 FAILURE_TIMEOUT = 12.0  # seconds
 

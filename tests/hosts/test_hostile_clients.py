@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import ENGINE, Job, resident, written
+from host_cluster import ENGINE, Job, resident, written
 from serve_process import ServeProcess
 
 HONEST, HOSTILE, ADMIN = "key-of-the-honest-client", "key-of-a-hostile-client", "key-of-an-administrator"

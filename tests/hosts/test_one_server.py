@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import ENGINE, check, serve_through, summary
+from host_cluster import ENGINE, check, serve_through, summary
 from serve_process import ServeProcess
 
 DAY = 86_400

@@ -42,9 +42,9 @@ def read_secret(path: str | os.PathLike[str], name: str = "kv_secret_file") -> b
 def check_private(name: str, path: str | os.PathLike[str], status: os.stat_result) -> None:
     """Raise ValueError, with the name of the argument, if others than this process's user may read a file.
 
-    A group may read a file that root or another user gives this process by that group, as Kubernetes mounts secrets.
+    A group may read a file that another user gives this process by that group, as Kubernetes mounts root's secrets.
     """
-    is_given = status.st_uid == 0 or status.st_uid != os.geteuid()
+    is_given = status.st_uid != os.geteuid()
     others = stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_given else stat.S_IRWXG)
     if status.st_mode & others:
         raise ValueError(f"{name}: others than its owner have access to {path}: `chmod 600 {path}`")

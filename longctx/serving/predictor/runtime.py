@@ -146,7 +146,7 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
       >>> from longctx.simulation.hardware import predictor
       >>> seconds = predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink", max_rows=512)
       >>> readable_tokens(seconds, tpot=0.03, stages=1, most=10**7)
-      570328
+      570443
     """
     alone = Work(window=window_of(predictor))
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections import Counter, deque
@@ -224,8 +223,7 @@ class Preparer:
     def __init__(self, parser: RequestParser, num_processes: int) -> None:
         self.parser = parser
         self._pool = ThreadPoolExecutor(_THREADS, "longctx-prepare")
-        pickled = pickle.dumps(parser) if num_processes else b""
-        self._workers = [_Worker(pickled) for _ in range(num_processes)]
+        self._workers = [_Worker(parser) for _ in range(num_processes)]
         self.threads: FairSlots[ThreadPoolExecutor] = FairSlots([self._pool] * _THREADS)
         self.processes = FairSlots(self._workers)
 
@@ -287,7 +285,7 @@ class _Worker:
     A thread waits for it, since to start it takes long.
     """
 
-    def __init__(self, parser: bytes) -> None:
+    def __init__(self, parser: RequestParser) -> None:
         self._parser = parser
         self._thread = ThreadPoolExecutor(1, "longctx-prepare")
         self._lock = threading.Lock()
@@ -345,10 +343,10 @@ class _Worker:
 _parser: RequestParser
 
 
-def _begin(parser: bytes) -> None:
-    """Keep a pickled parser, in a new process that ends with its parent, however that ends."""
+def _begin(parser: RequestParser) -> None:
+    """Keep a parser, in a new process that ends with its parent, however that ends."""
     global _parser
-    _parser = pickle.loads(parser)
+    _parser = parser
     for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

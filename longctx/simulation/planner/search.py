@@ -301,7 +301,7 @@ def evaluate(
       >>> goal, topology = Goal(context=1_000_000, ttft=120, tpot=0.03), Topology.preset("h100-nvlink")
       >>> planned = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=8), "adaptive", 4096)
       >>> f"TTFT {planned.prompt.ttft:.1f} s, TPOT {1e3 * planned.prompt.tpot:.1f} ms"
-      'TTFT 59.0 s, TPOT 7.6 ms'
+      'TTFT 59.0 s, TPOT 7.7 ms'
     """
     try:
         topology.check(**{axis: getattr(plan, axis) for axis in AXES})

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from certificates import make_ca, make_certificate
 from disaggregated import NAME, body, instance, make_engine, transfers_of
-from routed import Routed, members_of, routed
+from routed import HASH, Routed, members_of, routed
 from served import Served
 
 from longctx.cluster.join import Joining
@@ -89,7 +89,7 @@ def test_an_instance_registers_by_https(cluster: Cluster, caplog: pytest.LogCapt
     with routed([], router=RouterSettings(tls=tls), is_ready=False) as router:
         address = router.url.partition("://")[2]
         url = cluster.instances[0].url
-        with Joining([address], url, "both", lambda: True, name="here", tls=tls, seconds=0.2):
+        with Joining([address], url, "both", lambda: True, HASH, name="here", tls=tls, seconds=0.2):
             router.wait_until("it is there", lambda: "here" in router.server.instances.by_name)
             router.wait_state("here", "open")
         router.wait_until("it has left", lambda: "here" not in router.server.instances.by_name)
