@@ -254,7 +254,7 @@ def test_nothing_is_left_of_faulty_transfers() -> None:
             check(taker, pages)
         wait_until(lambda: way.sender.num_streams == way.receiver.num_fetches == 0)  # type: ignore[union-attr]
         wait_until(lambda: way.receiver.num_free_blocks == OPTIONS.max_blocks)
-        wait_until(lambda: way.engine.leases == {})
+        wait_until(lambda: way.engine.leases == {}, 60.0)  # of a cut link when it is noticed
         wait_until(lambda: len(transfer_threads(before)) == 1)
     wait_until(lambda: transfer_threads(before) == [])
     gc.collect()
