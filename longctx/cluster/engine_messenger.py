@@ -7,7 +7,6 @@ Source: Mooncake, section 3 (the messenger of an instance), and 4.1 (instances o
 """
 
 import contextlib
-import ipaddress
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -21,6 +20,7 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.connector import WHOLE, LeasedSource, Needed, PageFetch
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_transfer import process_part
+from longctx.serving.server.settings import is_loopback
 
 MESSENGERS: dict[Messenger, str | None] = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
 """Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
@@ -67,7 +67,7 @@ class EngineMessenger:
         layout, fingerprint = engine.page_identity
         group, options, protocol = engine.process_group, options or TransferOptions(), MESSENGERS[messenger]
         self.engine, self.host, self._group, self._pages = engine, advertised or ip, group, engine.pages
-        if len(set(group.host_names)) > 1 and _is_loopback(self.host):
+        if len(set(group.host_names)) > 1 and is_loopback(self.host):
             raise ValueError(f"ip must be one by which other hosts reach this process of several, got {self.host}")
         if port:
             port += group.host_names[: group.process_id].count(group.host_name)
@@ -167,10 +167,3 @@ class _LedSource:
     def release(self) -> None:
         self._messenger.forget(self._inner.lease_id)
         self._inner.release()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"

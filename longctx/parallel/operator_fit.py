@@ -165,19 +165,19 @@ def _fit_grid(
     knots: list[list[int]],
     values: np.ndarray,
     smoothness: float = 0.3,
-    linear: tuple[bool, ...] = (False, False, False),
+    linear: Sequence[int] = (),
 ) -> np.ndarray:
     """Values at a grid's knots from which interpolation is close to those at the points, by least errors.
 
-    It is linear in an axis, or in its logarithm.
+    It is linear in the axes of the numbers `linear`, and in the logarithm of others.
     """
     from scipy import sparse
     from scipy.sparse.linalg import lsqr
 
     count = len(values)
     index, weight = np.zeros((count, 1), int), np.ones((count, 1))
-    for point, axis, is_linear in zip(points, knots, linear, strict=False):
-        at, share = between_knots(point, axis, is_linear)
+    for number, (point, axis) in enumerate(zip(points, knots, strict=True)):
+        at, share = between_knots(point, axis, number in linear)
         index = np.concatenate([index * len(axis) + at[:, None], index * len(axis) + at[:, None] + 1], 1)
         weight = np.concatenate([weight * (1 - share)[:, None], weight * share[:, None]], 1)
     size = math.prod(map(len, knots))
@@ -257,7 +257,7 @@ def _fit_kernel(rows: Table, size: int, key_bytes: float, device: Device) -> Att
     c = of_decodes.columns
     points = c["batch_size"] * c["num_key_value_heads"], c["step"] + 1
     ratios = np.log(c["latency"] / attention_seconds(kernel, of_decodes, device))
-    found = np.exp(_fit_grid(points, [[*DECODE_HEADS], [*DECODE_KEYS]], ratios, linear=(False, True)))
+    found = np.exp(_fit_grid(points, [[*DECODE_HEADS], [*DECODE_KEYS]], ratios, linear=(1,)))
     return dataclasses.replace(kernel, decode_ratios=tuple(np.round(100 * found).astype(int).tolist()))
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from longctx.serving.predictor.runtime import Predictor, curves_of
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.serving.scheduler.step_budget import Share
+from longctx.serving.scheduler.step_budget import FilledStep, Share
 
 _RANKS = (0,)
 _UNKNOWN: tuple[object, dict[int, float]] = (None, {})
 _GUESSES = 12  # of a size, before halves between one that fits and one that does not
 
 
-class LocalBudget:
+class LocalBudget(FilledStep):
     """Rows and predicted seconds of a step on one rank, where all rows are local; `StepBudget` is one on several.
 
     A simulated hour has a million of them, so seconds are predicted by the curves of prompts' chunks.
@@ -23,19 +23,14 @@ class LocalBudget:
       work: of the decodes, which are in it already.
 
     Attributes:
-      limit: seconds that it may take.
-      shares: what each prompt got.
       rows: of all that is in it.
     """
 
     def __init__(self, predictor: Predictor, tokens: int, work: Work) -> None:
-        self.tokens, self.limit = tokens, math.inf
-        self.shares: dict[Sequence, Share] = {}
-        self.rows, self._work = work.rows, work
-        self._added: tuple[int, int, bool] | None = (
-            None  # a chunk that is not in `_work` yet, as it may not be asked for
-        )
-        self._predictor, self._begin, self._begun = predictor, self.rows, predictor.seconds(work)
+        super().__init__(tokens, work.rows, predictor.seconds(work))
+        self.rows, self._work, self._predictor = work.rows, work, predictor
+        # A chunk that is not in `_work` yet, as it may not be asked for.
+        self._added: tuple[int, int, bool] | None = None
         self._seconds: float | None = self._begun  # None: of a chunk that was just taken, and they are not known yet
         self._curve_of = curves_of(predictor)
         # Of each prompt that was asked about: seconds by tokens of its chunk, and those that are known.
@@ -54,16 +49,6 @@ class LocalBudget:
         if self._seconds is None:
             self._seconds = self._predictor.seconds(self.work)
         return self._seconds
-
-    @property
-    def free_rows(self) -> int:
-        """Rows that the decodes leave."""
-        return self.tokens - self._begin
-
-    @property
-    def free_seconds(self) -> float:
-        """Seconds that the decodes leave; infinite without a limit."""
-        return self.limit - self._begun
 
     @property
     def is_full(self) -> bool:
@@ -86,10 +71,6 @@ class LocalBudget:
     def has_room(self, sequence: Sequence) -> bool:
         """Whether there is room for one token of a prompt at least."""
         return self.room(sequence) > 0 and self._seconds_of(sequence, 1) <= self.limit
-
-    def has_all(self, sequence: Sequence) -> bool:
-        """Whether a prompt got all tokens that it may compute now."""
-        return sequence in self.shares and self.shares[sequence].num_tokens == sequence.plannable
 
     def seconds_with(self, sequence: Sequence, count: int) -> float:
         """Predicted seconds with `count` more tokens of a prompt."""

@@ -37,8 +37,40 @@ class _RankWork(NamedTuple):
     seconds: float
 
 
-class StepBudget:
-    """A step on several ranks; `LocalBudget` is one on one rank.
+class FilledStep:
+    """A step that is being filled beside its decodes, on any number of ranks.
+
+    Args:
+      tokens: rows that it may have.
+      rows, seconds: of the decodes.
+
+    Attributes:
+      limit: seconds that it may take, by prediction; infinite at first.
+      shares: what each prompt got.
+    """
+
+    def __init__(self, tokens: int, rows: int, seconds: float) -> None:
+        self.tokens, self.limit = tokens, math.inf
+        self.shares: dict[Sequence, Share] = {}
+        self._begin, self._begun = rows, seconds
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that the decodes leave."""
+        return self.tokens - self._begin
+
+    @property
+    def free_seconds(self) -> float:
+        """Seconds that the decodes leave; infinite without a limit."""
+        return self.limit - self._begun
+
+    def has_all(self, sequence: Sequence) -> bool:
+        """Whether a prompt got all tokens that it may compute now."""
+        return sequence in self.shares and self.shares[sequence].num_tokens == sequence.plannable
+
+
+class StepBudget(FilledStep):
+    """A step on several ranks, whose `limit` is of the slowest one; `LocalBudget` is one on one rank.
 
     Rows are of three kinds, each the same number on all ranks, as a compiled step has it.
 
@@ -49,10 +81,6 @@ class StepBudget:
       tokens: rows that a step may have, of all three kinds.
       decodes: chunks that are in the step already.
       rule: says whose rows are sharded; None: without predictions.
-
-    Attributes:
-      limit: seconds that its slowest rank may take.
-      shares: what each prompt got.
     """
 
     def __init__(
@@ -64,8 +92,6 @@ class StepBudget:
         decodes: List[Chunk],
         rule: ExchangeRule | None = None,
     ) -> None:
-        self.tokens, self.limit = tokens, math.inf
-        self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
@@ -74,7 +100,7 @@ class StepBudget:
         for chunk in decodes:
             self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
         self._seconds = list(map(predictor.seconds, self._works))
-        self._begin, self._begun = self.rows, self.seconds
+        super().__init__(tokens, self.rows, self.seconds)
 
     @property
     def rows(self) -> int:
@@ -113,10 +139,6 @@ class StepBudget:
         ranks = {*self.ranks(sequence)}
         return len(ranks) < self._num_ranks and any(not ranks.issuperset(self.ranks(other)) for other in others)
 
-    def has_all(self, sequence: Sequence) -> bool:
-        """Whether a prompt got all tokens that it may compute now."""
-        return sequence in self.shares and self.shares[sequence].num_tokens == sequence.plannable
-
     def has_room(self, sequence: Sequence) -> bool:
         """Whether there is room for one token of a prompt at least."""
         return self.room(sequence) > 0 and self._fits(sequence, 1, self.limit)
@@ -131,16 +153,6 @@ class StepBudget:
         if sharded or len(ranks) == 1:
             return sequence.computed
         return max(keys_by_rank(sequence, sequence.computed, self._page_size))
-
-    @property
-    def free_rows(self) -> int:
-        """Rows that the decodes leave."""
-        return self.tokens - self._begin
-
-    @property
-    def free_seconds(self) -> float:
-        """Seconds that the decodes leave; infinite without a limit."""
-        return self.limit - self._begun
 
     def full_seconds(self) -> float:
         """Predicted seconds of a step whose free rows all have tokens without context, on every rank."""

@@ -213,8 +213,7 @@ class KeyRing:
 
 
 def _may_grant(key: ApiKey) -> bool:
-    now = key.expires is None or time.time() < key.expires
-    return now and not key.is_hashed and bool(key.scopes and key.scopes & {"migrate", "admin"})
+    return not (key.has_expired or key.is_hashed) and bool(key.scopes and key.scopes & {"migrate", "admin"})
 
 
 def _stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
@@ -336,7 +335,7 @@ class AuthMiddleware:
             tenant = keys.granted(sent)
         if tenant is not None:
             client.tenant, client.scopes, client.is_granted = tenant, _ANONYMOUS - {"metrics"}, True
-        elif found is not None and not (found.expires is not None and time.time() >= found.expires):
+        elif found is not None and not found.has_expired:
             assert found.scopes is not None
             client.tenant, client.scopes, client.name = found.tenant, found.scopes, found.name
             client.limit = keys.limit(found, self._settings)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from longctx.serving.distributed.network import Key, Network, Socket, pages_key
+from longctx.serving.server.settings import is_loopback
 from longctx.serving.validation import check_text
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _TIMEOUT = 2_000  # milliseconds for which a reader may take nothing, while othe
 _POLL = 100  # milliseconds until the end of the publisher is noticed
 _LARGEST = 1 << 12  # bytes of a frame of a subscriber or reader: a larger one ends the connection
 _LINGER = 200  # milliseconds for which the last messages may be sent at the end
-_LOOPBACK = ("", "localhost", "::1")
 _Message = tuple[bytes, bytes, bytes]  # topic, number, payload
 
 
@@ -167,7 +167,7 @@ def check_reach(*endpoints: str | None) -> None:
     """Raise ValueError if other machines may reach an endpoint, or an endpoint is of another machine; None: none is."""
     for endpoint in endpoints:
         host = _host(endpoint or "ipc://")
-        if not (host in _LOOPBACK or host.startswith("127.")):
+        if host and not is_loopback(host):
             raise ValueError(
                 f"kv_events at {endpoint} may be reached from other machines: they need a secret that their readers "
                 "share, --kv-secret-file, or --kv-events-plain where only readers reach them"
@@ -183,4 +183,4 @@ def _host(endpoint: str) -> str:
 def _is_bound(endpoint: str) -> bool:
     """Return whether an endpoint is one of this machine, to which subscribers connect."""
     host = _host(endpoint)
-    return host in (*_LOOPBACK, "*", "0.0.0.0", "::") or host.startswith("127.") or endpoint.endswith(":*")
+    return host in ("", "*", "0.0.0.0", "::") or is_loopback(host) or endpoint.endswith(":*")

@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -63,6 +64,11 @@ class ApiKey:
     def is_hashed(self) -> bool:
         """Whether only the digest is known."""
         return self.key.startswith(_HASHED)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether it opens nothing any more."""
+        return self.expires is not None and time.time() >= self.expires
 
     @property
     def digest(self) -> bytes:

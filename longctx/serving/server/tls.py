@@ -50,6 +50,8 @@ class Tls:
           ValueError: a file can't be read or is not what it should be, the key is of another certificate, or a
             certificate has expired. The message names the argument, and nothing changes.
         """
+        _read_pem("tls_cert", self._cert, "certificate")
+        _read_pem("tls_key", self._key, "private key")
         server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._use_certificate(server)
         if self._ca is None:
@@ -63,8 +65,6 @@ class Tls:
         self.server, self.client = server, client
 
     def _use_certificate(self, context: ssl.SSLContext) -> None:
-        _read_pem("tls_cert", self._cert, "certificate")
-        _read_pem("tls_key", self._key, "private key")
         try:
             context.load_cert_chain(self._cert, self._key, self._refuse_password)
         except ssl.SSLError as error:

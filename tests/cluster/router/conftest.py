@@ -4,27 +4,15 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from disaggregated import NAME, make_engine, make_transfers
-from served import Served, served
+from disaggregated import instance, make_engine
+from served import Served
 
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import ObserverSettings
 
 
 @pytest.fixture(scope="session")
 def three() -> Iterator[list[Served]]:
     """Three instances of one model, which publish KV events. They compile what they need when it comes."""
-    settings, anywhere = ServerSettings(prepare_processes=0), "tcp://127.0.0.1:*"
+    events = ObserverSettings(kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*")
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                served(
-                    make_engine(),
-                    settings,
-                    names=(NAME,),
-                    make_transfers=make_transfers,
-                    warm_up=lambda engine: None,
-                    observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
-                )
-            )
-            for _ in range(3)
-        ]
+        yield [stack.enter_context(instance(make_engine(), observers=events)) for _ in range(3)]

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from disaggregated import NAME, body, make_engine, make_transfers, post
+from disaggregated import body, instance, make_engine, post
 from routed import TEXT, Routed, members_of, routed
-from served import Served, served
+from served import Served
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import ObserverSettings
 
 PAGE = 16
 
@@ -111,15 +111,8 @@ def test_cold_blocks_leave_instances_that_are_full() -> None:
     engine = make_engine(num_pages=64, tiers=TierConfig(64 << 20))
     config = ConductorConfig(admission="none", swap_above=0.5, swap_below=0.25, swap_seconds=0.0)
     with (
-        served(
-            engine,
-            ServerSettings(prepare_processes=0),
-            names=(NAME,),
-            make_transfers=make_transfers,
-            warm_up=lambda engine: None,
-            observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
-        ) as instance,
-        routed(members_of([instance]), config) as router,
+        instance(engine, observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere)) as running,
+        routed(members_of([running]), config) as router,
     ):
         first = ask(router, "cold " + TEXT * 6, max_tokens=2)
         ask(router, "others " + TEXT * 6, max_tokens=2)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from disaggregated import CONFIG, NAME, make_engine, make_transfers
+from disaggregated import CONFIG, instance, make_engine
 from routed import TEXT, Routed, routed
-from served import Served, served
+from served import Served
 
 from longctx.cluster.launcher.launcher import Address
 from longctx.cluster.router.server import RouterSettings
@@ -31,20 +31,10 @@ def cluster() -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         running = {}
         for name, key in OWN.items():
-            settings = ServerSettings(
-                api_keys=(ApiKey("ann", f"ann-at-{name}-alone"),),
-                admin_keys=(ApiKey("router", key, frozenset({"migrate", "metrics"})),),
-                prepare_processes=0,
-            )
+            user, scopes = ApiKey("ann", f"ann-at-{name}-alone"), frozenset({"migrate", "metrics"})
+            admins = (ApiKey("router", key, scopes),)
             running[name] = stack.enter_context(
-                served(
-                    make_engine(),
-                    settings,
-                    names=(NAME,),
-                    make_transfers=make_transfers,
-                    warm_up=lambda engine: None,
-                    observers=events,
-                )
+                instance(make_engine(), keys=(user,), admin_keys=admins, observers=events)
             )
         members = [Address("p", "prefill", running["p"].url), Address("d", "decode", running["d"].url)]
         settings = ServerSettings(

@@ -17,7 +17,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.server.relay import EventLine, decode_events
-from longctx.serving.server.settings import ApiKey, ServerSettings
+from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings
 from longctx.serving.server.tls import Tls
 
 NAME = "tiny"
@@ -55,11 +55,12 @@ def instance(
     keys: tuple[ApiKey, ...] = (),
     admin_keys: tuple[ApiKey, ...] = (),
     tls: Tls | None = None,
+    observers: ObserverSettings | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
     made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, tls=tls, **options)}
-    made |= {"warm_up": lambda engine: None}
+    made |= {"warm_up": lambda engine: None, "observers": observers}
     settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admin_keys)
     with served(engine, settings, names=(NAME,), tls=tls, **made) as running:
         yield running
