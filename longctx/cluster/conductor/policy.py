@@ -174,7 +174,7 @@ def select_decode(
 ) -> tuple[InstanceState, float]:
     """Choose the instance that decodes: of the least predicted TBT, and with memory if there is one.
 
-    A coupled instance decodes what it prefills.
+    A coupled instance decodes what it prefills, and so does one that decodes and stands in for those that prefill.
 
     Args:
       rooms: instances that may take it, one at least.
@@ -186,7 +186,7 @@ def select_decode(
     """
     best: tuple[bool, float] | None = None
     chosen = prefill
-    for state in [prefill] if prefill.role == "both" else rooms:
+    for state in rooms if prefill.role == "prefill" else [prefill]:
         batch, tokens, kept = state.expected
         tbt = state.spec.costs.decode_seconds(int(batch) + 1, int(tokens) + context)
         rank = (kept + reserved > state.spec.decode_tokens or batch >= state.spec.max_running, tbt)

@@ -342,8 +342,9 @@ class ClusterState:
         self.senders = {each.name: each for each in instances if each.role != "decode"}
 
     def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
-        """Return the instances that new prompts may go to."""
-        return [each for each in self._prefills if each.name not in exclude] if exclude else self._prefills
+        """Return the instances that new prompts may go to; where none is, those that decode read prompts as well."""
+        found = [each for each in self._prefills if each.name not in exclude] if exclude else self._prefills
+        return found or self.decode_pool(exclude)
 
     def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Return the instances that new requests may decode on."""

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _UPKEEP_SECONDS = 1.0  # between two looks at roles and cold blocks
 _RETRY = 2.0  # seconds after which instances may be there
+_SHOWN = 4  # instances that an error names
 
 MOST_ID = 200
 """Characters of a request's id that instances are told: the last ones, which make it unique."""
@@ -199,13 +200,19 @@ class RouterServer(Frontend):
 
     @property
     def is_warm(self) -> bool:
-        """Whether there is an instance."""
-        return bool(self.instances.members)
+        """Whether there are instances for a request: those that decode read prompts too where no other one does."""
+        return bool(self.conductor.state.decode_pool())
 
     @property
     def not_ready(self) -> ApiError:
-        message = "no instance is there yet: see /cluster/instances"
-        return ApiError(503, message, None, "server_is_overloaded", _RETRY, {DROPPED: "no_instance"})
+        closed = [each for each in self.instances if each.state != "open"]
+        message = "no instance is open that writes answers"
+        if closed:
+            shown = [f"{each.name} ({each.role}) is {each.state}: {each.reason}" for each in closed[:_SHOWN]]
+            message += f": {'; '.join(shown)}" + (f"; and {len(closed) - _SHOWN} more" if len(closed) > _SHOWN else "")
+        waits = [each.retry_at - time.monotonic() for each in closed if each.state == "excluded"]
+        retry = min(waits) if len(waits) == len(closed) > 0 else 0.0
+        return ApiError(503, message, None, "server_is_overloaded", max(_RETRY, retry), {DROPPED: "no_instance"})
 
     @property
     def problem(self) -> str | None:

@@ -51,6 +51,34 @@ def test_draining_the_last_one_leaves_nobody() -> None:
     assert conductor.instances(0.0)[1].open_requests == 0
 
 
+def test_instances_that_decode_read_prompts_while_no_other_one_does() -> None:
+    parts = [instance("p0"), instance("d0", "decode"), instance("d1", "decode")]
+    conductor = cluster(*parts, admission="none", is_inline=False)
+    conductor.index.store("d1", "device", keys_of((1, 20)).tolist())
+    for gone in ("removed", "excluded", "draining"):
+        if gone == "removed":
+            conductor.remove("p0", 0.0)
+        elif gone == "draining":
+            conductor.drain("p0", 0.0)
+        found = conductor.assign(request("a", (1, 20)), 0.0, exclude={"p0"} if gone == "excluded" else ())
+        assert isinstance(found, Assignment)
+        assert (found.prefill, found.decode, found.transfer) == ("d1", "d1", None)
+        assert found.cached > 0
+        other = conductor.assign(request("b", (2, 20)), 0.0, exclude={"d1"} | ({"p0"} if gone == "excluded" else set()))
+        assert isinstance(other, Assignment)
+        assert (other.prefill, other.decode) == ("d0", "d0")
+        for name in "ab":
+            conductor.cancelled(name, 0.0)
+        if gone == "removed":
+            conductor.join(parts[0], 0.0)
+    conductor.drain("p0", 0.0, False)
+    found = conductor.assign(request("c"), 0.0)
+    assert isinstance(found, Assignment)
+    assert found.prefill == "p0"  # it is back
+    conductor.cancelled("c", 0.0)
+    assert all(not each.open_requests for each in conductor.instances(0.0))
+
+
 def test_requests_of_a_dead_instance_are_told_and_can_be_assigned_anew() -> None:
     parts = [instance("p0"), instance("p1"), instance("d0", "decode"), instance("d1", "decode")]
     conductor = cluster(*parts, admission="none")

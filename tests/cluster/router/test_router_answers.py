@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from disaggregated import body
-from routed import TEXT, Liar, Routed, members_of, routed
+from routed import TEXT, Door, Liar, Routed, members_of, routed
 from served import Served
 
 from longctx.cluster.conductor.config import ConductorConfig
@@ -102,12 +102,34 @@ def test_without_instances_nothing_is_taken() -> None:
         assert "retry-after" in answer.headers
 
 
-def test_one_of_each_role_is_needed(three: list[Served]) -> None:
-    with routed(members_of(three[:1], "p")) as router:
+def test_an_instance_that_decodes_is_needed(three: list[Served]) -> None:
+    with routed([*members_of(three[:1], "p"), Address("gone", "decode", "http://127.0.0.1:9")], is_ready=False) as router:
+        router.wait_state("p0", "open")
+        assert router.client().get("/ready").status_code == 503
         answer = post(router, body())
         assert answer.status_code == 503, answer.text
         assert answer.headers["x-llm-d-request-dropped-reason"] == "no_instance"
+        assert answer.headers["retry-after"] == "2"
+        assert "no instance is open that writes answers: gone (decode) is joining" in answer.json()["error"]["message"]
         assert router.client().get("/load").json()["loads"]["decode"] is None
+
+
+def test_instances_that_decode_answer_alone_where_none_reads_prompts(three: list[Served]) -> None:
+    members = [Address("p0", "prefill", (door := Door(three[0])).url), *members_of(three[1:2], "d")]
+    with routed(members) as router:
+        expected = post(router, body()).json()["choices"]
+        door.kill()
+        answers = [post(router, body()) for _ in range(4)]  # before and after the router knows it
+        router.wait_state("p0", "dead")
+        assert router.client().get("/ready").status_code == 200
+        answers.append(post(router, body()))
+        assert [each.status_code for each in answers] == [200] * 5, [each.text for each in answers]
+        assert all(each.json()["choices"] == expected for each in answers)
+        door.revive()
+        router.wait_state("p0", "open")
+        assert post(router, body()).json()["choices"] == expected
+        door.kill()
+        router.wait_idle()
 
 
 def test_who_refuses_is_not_asked_again_at_once(three: list[Served]) -> None:
