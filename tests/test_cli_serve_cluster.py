@@ -24,6 +24,7 @@ from longctx.cluster.config import LAUNCHERS
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, SamplingParams
+from longctx.serving.kv_cache.secret import SecretFiles
 
 PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
 SMALL = "max_length = 2048\nnum_pages = 400\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
@@ -88,7 +89,7 @@ def test_what_can_not_be_is_told_by_name(
 
 
 def test_commands_of_instances(tmp_path: Path) -> None:
-    files = Secrets.make(tmp_path, None)
+    files = Secrets.make(SecretFiles(), None)
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
     assert len({path.read_text() for path in files}) == 2
     common = instance_arguments(engine_arguments("", {"page_size": 16, "no-compile-cache": True}), files, ["tiny"])
@@ -132,9 +133,22 @@ def children(process: ServeProcess) -> list[int]:
     return sorted(found)
 
 
+def processes_in(folder: Path) -> list[str]:
+    """Commands of the processes that have a folder for temporary files."""
+    found = []
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"TMPDIR={folder}\0".encode() in variables.read_bytes():
+                found.append(variables.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
 @pytest.mark.slow
-def test_a_cluster_of_processes(tmp_path: Path) -> None:
+def test_a_cluster_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts, serves, survives the death of an instance, and leaves nothing behind when it is killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     both = '[[instances]]\nrole = "both"\ncount = 2\nname = "engine"\n'
     file = written(tmp_path, '[cluster]\nadmission = "none"\n[engine]\n' + SMALL + both)
     body = {"prompt": "ABCD" * 200, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -162,6 +176,9 @@ def test_a_cluster_of_processes(tmp_path: Path) -> None:
         os.kill(router.process.pid, signal.SIGKILL)
         router.process.wait()
         wait_until("nothing is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30)
+        wait_until("its other processes have ended", lambda: not processes_in(tmp_path), 30)
+        assert "leaked" not in router.log
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.toml"]
 
 
 @pytest.mark.slow

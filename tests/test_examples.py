@@ -21,6 +21,7 @@ from longctx.cli.config_file import config_arguments
 from longctx.cli.serve_cluster import Secrets, engine_arguments, instance_arguments
 from longctx.cli.serve_settings import check_join_flags, check_transfer_flags, serve_config
 from longctx.cluster.config import read_cluster
+from longctx.serving.kv_cache.secret import SecretFiles
 from longctx.serving.server.auth import OPEN_PATHS
 from longctx.serving.server.settings import is_loopback
 
@@ -79,7 +80,7 @@ def test_files_of_flags_and_of_clusters_are_read(path: Path, tmp_path: Path) -> 
         assert serve_config(parse(path.parent, ["--config", str(path)], is_whole=False))
         return
     file = read_cluster(path)
-    arguments = instance_arguments(engine_arguments("", file.engine), Secrets.make(tmp_path, None), [])
+    arguments = instance_arguments(engine_arguments("", file.engine), Secrets.make(SecretFiles(), None), [])
     config = serve_config(parse(path.parent, arguments))
     own = path.with_name("engine.toml")
     if file.launcher == "static":  # of engines that run already: router and engines must have the same pages

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ from longctx.cluster.server_url import host_port
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
-from longctx.serving.kv_cache.secret import make_secret
+from longctx.serving.kv_cache.secret import SecretFiles
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, hash_key, read_keys
@@ -67,7 +66,7 @@ _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
 class Secrets(NamedTuple):
-    """Secrets that the instances of a cluster share, in files of one folder.
+    """Secrets that the instances of a cluster share, in files.
 
     Attributes:
       pages: of page keys and transfers.
@@ -78,13 +77,10 @@ class Secrets(NamedTuple):
     user: Path
 
     @classmethod
-    def make(cls, folder: Path, pages: Path | None) -> "Secrets":
+    def make(cls, files: SecretFiles, pages: Path | None) -> "Secrets":
         """New ones; `pages`: a file that is there already."""
-        made = cls(pages or folder / "pages", folder / "user")
-        if pages is None:
-            make_secret(made.pages)
-        _write_secret(made.user, hash_key(secrets.token_hex(32)))
-        return made
+        user = hash_key(secrets.token_hex(32))
+        return cls(pages or files.add(secrets.token_hex(32).encode()), files.add(user.encode()))
 
 
 class InstanceKeys(NamedTuple):
@@ -116,12 +112,6 @@ class InstanceKeys(NamedTuple):
         return cls(shared[0].key if shared else None, own, {key.name: key.key for key in own})
 
 
-def _write_secret(path: Path, text: str) -> Path:
-    path.touch(mode=0o600)
-    path.write_text(text + "\n", encoding="ascii")
-    return path
-
-
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
     file = read_cluster(options.cluster, options.launcher)
@@ -130,8 +120,8 @@ def serve_cluster(options: argparse.Namespace) -> int:
     _check_access(options, settings)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
-        engine, launcher, keys = _prepare(options, file, folder)
+        stack.callback((files := SecretFiles()).close)
+        engine, launcher, keys = _prepare(options, file, files)
         make_server = _server_maker(options, file, engine, settings, template, keys, tls)  # before anything is started
         stack.callback(launcher.close)
         try:
@@ -189,7 +179,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prepare(
-    options: argparse.Namespace, file: ClusterFile, folder: Path
+    options: argparse.Namespace, file: ClusterFile, secret_files: SecretFiles
 ) -> tuple[argparse.Namespace, _Launcher, InstanceKeys]:
     """Return the flags of the instances, their launcher, and the keys by which they are asked."""
     place = f"{options.cluster}: "
@@ -198,7 +188,7 @@ def _prepare(
     starts = [each for each in file.instances if each.url is None]
     if pages is None and (len(starts) < len(file.instances) or not starts):
         raise ValueError(f"{place}[engine] kv_secret_file must be there: it is that of the instances that run already")
-    files = Secrets.make(folder, None if pages is None else Path(pages))
+    files = Secrets.make(secret_files, None if pages is None else Path(pages))
     arguments = engine_arguments(f"{place}[engine] ", given)
     own = {each.name: engine_arguments(f"{place}[[instances]] {each.name}: flags.", each.flags) for each in starts}
     names = tuple(options.served_model_name)
@@ -218,9 +208,9 @@ def _prepare(
                 message = "processes must divide the {} devices of --stage, --context and --tensor, got {}"
                 raise ValueError(message.format(num_devices, each.processes))
     keys, launched = InstanceKeys.read(options.instance_key_file), list[Launched]()
-    for number, each in enumerate(starts):  # one that falls into wrong hands opens no other
+    for each in starts:  # one that falls into wrong hands opens no other
         keys.own[each.name] = secrets.token_hex(32)
-        admin = _write_secret(folder / f"admin-{number}", f"router {keys.own[each.name]}")
+        admin = secret_files.add(f"router {keys.own[each.name]}".encode())
         command = instance_command(common, [*own[each.name], f"--admin-key-file={admin}"])
         paths = (*map(str, files), str(admin))
         launched.append(Launched(each.name, each.role, command, paths, _environments(each), schemes[each.name]))

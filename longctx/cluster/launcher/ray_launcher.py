@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from longctx.cluster.config import RayOptions
 from longctx.cluster.launcher.launcher import Address, Launched, Moved, hold_port
 from longctx.cluster.launcher.supervised import BackOff, Command, Supervised
 from longctx.cluster.server_url import host_port
+from longctx.serving.kv_cache.secret import SecretFiles
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RayHost:
             ip = ray.util.get_node_ip_address()
         self._ip = ip
         self._held: socket.socket | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="longctx-instance-")
+        self._files = SecretFiles()
         self._process: Supervised | None = None
 
     def place(self, port: int = 0) -> tuple[str, int]:
@@ -71,14 +71,12 @@ class RayHost:
 
         Args:
           command: whose program is this machine's own Python.
-          files: contents of the files that the command names, which are written here.
+          files: contents of the files that the command names, `--flag=path`, which this process keeps.
         """
         command = [sys.executable, *command[1:]]
-        for number, (path, contents) in enumerate(files.items()):
-            here = Path(self._folder.name) / str(number)
-            with os.fdopen(os.open(here, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(contents)
-            command = [each.replace(path, str(here)) for each in command]
+        for path, contents in files.items():
+            here = str(self._files.add(contents))
+            command = [each.removesuffix(path) + here if each.endswith(f"={path}") else each for each in command]
         self._process = Supervised(name, Command(command, {}))
         self._process.start()
 
@@ -95,7 +93,7 @@ class RayHost:
             self._process.close()
         if self._held is not None:
             self._held.close()
-        self._folder.cleanup()
+        self._files.close()
 
 
 class RayLauncher:

@@ -39,6 +39,38 @@ def read_secret(path: str | os.PathLike[str], name: str = "kv_secret_file") -> b
     return contents
 
 
+class SecretFiles:
+    """Files of secrets that have no place on a disk: they are gone with this process, however it ends.
+
+    Other processes of its user read them by their paths.
+
+    Examples:
+      >>> from longctx.serving.kv_cache.secret import SecretFiles, read_secret
+      >>> files = SecretFiles()
+      >>> path = files.add(b"a secret of 16 bytes or more")
+      >>> read_secret(path)
+      b'a secret of 16 bytes or more'
+      >>> files.close()
+      >>> path.exists()
+      False
+    """
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+
+    def add(self, contents: bytes) -> Path:
+        """Make a file that its owner alone may read; return its path."""
+        self._open.append(number := os.memfd_create("longctx"))
+        os.fchmod(number, 0o600)
+        os.write(number, contents)
+        return Path(f"/proc/{os.getpid()}/fd/{number}")
+
+    def close(self) -> None:
+        """Forget all of them."""
+        while self._open:
+            os.close(self._open.pop())
+
+
 def check_private(name: str, path: str | os.PathLike[str], status: os.stat_result) -> None:
     """Raise ValueError, with the name of the argument, if others than this process's user may read a file.
 

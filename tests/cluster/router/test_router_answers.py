@@ -103,7 +103,9 @@ def test_without_instances_nothing_is_taken() -> None:
 
 
 def test_an_instance_that_decodes_is_needed(three: list[Served]) -> None:
-    with routed([*members_of(three[:1], "p"), Address("gone", "decode", "http://127.0.0.1:9")], is_ready=False) as router:
+    with routed(
+        [*members_of(three[:1], "p"), Address("gone", "decode", "http://127.0.0.1:9")], is_ready=False
+    ) as router:
         router.wait_state("p0", "open")
         assert router.client().get("/ready").status_code == 503
         answer = post(router, body())
