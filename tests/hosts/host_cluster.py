@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROGRAM = "from longctx.cli import program; program()"
 PORT = 8000
 START = 240.0  # seconds until all are ready
+MOST_RETRIES = 3
 SETTLED = 90.0  # seconds until all that a fault left behind is gone: leases end after 60
 _SIZES = {"max_length": 4096, "num_pages": 600, "page_size": 16, "max_running": 8, "token_budget": 64}
 ENGINE = [f"--{name.replace('_', '-')}={value}" for name, value in _SIZES.items()] + ["--buckets=64"]
@@ -94,6 +95,7 @@ class Answer:
       error: of the answer, or in its stream, or of the connection; empty: none.
       is_refused: it was told to come again, with 429 or 503, before its first token.
       is_abandoned: the client went away.
+      retries: how often it was asked again.
     """
 
     job: Job
@@ -102,6 +104,7 @@ class Answer:
     error: str = ""
     is_refused: bool = False
     is_abandoned: bool = False
+    retries: int = 0
     seconds: float = 0.0
 
     @property
@@ -114,8 +117,24 @@ class Answer:
 
 
 async def ask(http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, str], most: int | None = None) -> Answer:
-    """Stream the answer to a job, and abandon it after `most` tokens or more."""
-    answer, since = Answer(job), time.monotonic()
+    """Stream the answer to a job, and abandon it after `most` tokens or more; `url` may have several with spaces.
+
+    Where there are several, a request that fails is sent again to the next, as a client with a retry policy does.
+    """
+    urls, since, retries = url.split(), time.monotonic(), 0
+    while True:
+        answer = await _ask_once(http, urls[(job.number + retries) % len(urls)], job, headers, most)
+        if not answer.error or len(urls) == 1 or retries == MOST_RETRIES:
+            answer.retries, answer.seconds = retries, time.monotonic() - since
+            return answer
+        retries += 1
+        await asyncio.sleep(0.2)
+
+
+async def _ask_once(
+    http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, str], most: int | None = None
+) -> Answer:
+    answer = Answer(job)
     body = {"prompt": job.prompt, "stream": True, "return_token_ids": True, **job.sampling}
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
@@ -135,7 +154,6 @@ async def ask(http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, st
                     break
     except httpx.HTTPError as error:
         answer.error = f"{type(error).__name__}: {error}"
-    answer.seconds = time.monotonic() - since
     return answer
 
 
@@ -243,7 +261,8 @@ class Cluster:
             url = f"http://{self.hosts[name].address}:{PORT}"
             lines += ["[[instances]]", f"name = '{name}'", f"role = '{self.ROLES[name]}'", f"url = '{url}'"]
         file = written(self._folder / "cluster.toml", "\n".join(lines))
-        self._add("router", ["--cluster", file, "--instance-key-file", self._key, *self._keys])
+        for name in set(self.NAMES) - set(self.ROLES):
+            self._add(name, ["--cluster", file, "--instance-key-file", self._key, *self._keys])
         self._add_instances()
         self.wait_until_open()
 
@@ -277,16 +296,22 @@ class Cluster:
         """Requests that an instance says it runs."""
         return len(json.loads(self._get(name, "/load"))["request_ids"])
 
+    def instances(self, router: str = "router") -> dict[str, dict[str, Any]]:
+        """Return what a router knows of each instance, by name."""
+        return {each["name"]: each for each in json.loads(self._get(router, "/cluster/instances"))["instances"]}
+
     def states(self) -> dict[str, str]:
         """State of each instance that the router knows."""
-        return {
-            each["name"]: each["state"] for each in json.loads(self._get("router", "/cluster/instances"))["instances"]
-        }
+        return {name: each["state"] for name, each in self.instances().items()}
 
     def wait_until_open(self) -> None:
-        """Wait until all instances take requests."""
-        wanted = dict.fromkeys(self.ROLES, "open")
-        self._wait(lambda: self.states() == wanted, START, lambda: "all instances are open")
+        """Wait until all instances take requests of all routers."""
+        routers = set(self.NAMES) - set(self.ROLES)
+        self._wait(
+            lambda: all(each["state"] == "open" for router in routers for each in self.instances(router).values()),
+            START,
+            lambda: "all instances are open",
+        )
 
     def left(self) -> dict[str, float]:
         """Return all that is not free though no request is there: by instance and metric."""
@@ -336,7 +361,8 @@ class Cluster:
         """Have clients ask while the steps are taken, each after so many seconds; returns all answers."""
         with self.hosts["router"].inside():
             headers = {"authorization": "Bearer a-key-of-clients"}
-            return serve_through(self.members["router"].url, headers, clients, steps)
+            urls = (self.members[name].url for name in self.NAMES if name not in self.ROLES)
+            return serve_through(" ".join(urls), headers, clients, steps)
 
 
 def serve_through(
