@@ -228,11 +228,13 @@ class Cluster:
 
     Attributes:
       NAMES: of the members, each on a host of its own: the router, one that reads prompts, two that decode.
+      ROUTERS: of those that clients ask, on the first one's host.
       ROLES: of those that the router knows.
       members: by name.
     """
 
     NAMES: tuple[str, ...] = ("router", "p0", "d0", "d1")
+    ROUTERS: tuple[str, ...] = ("router",)
     ROLES: Mapping[str, str] = MappingProxyType({"p0": "prefill", "d0": "decode", "d1": "decode"})
 
     def __init__(self, folder: Path) -> None:
@@ -257,25 +259,29 @@ class Cluster:
         lines = ["[cluster]", 'launcher = "static"', 'admission = "none"']
         lines += ["[engine]", f"kv_secret_file = '{self._secret}'", "buckets = '64'"]
         lines += [f"{name} = {value}" for name, value in _SIZES.items()]
-        for name in self.ROLES:
+        for name in self._listed():
             url = f"http://{self.hosts[name].address}:{PORT}"
             lines += ["[[instances]]", f"name = '{name}'", f"role = '{self.ROLES[name]}'", f"url = '{url}'"]
         file = written(self._folder / "cluster.toml", "\n".join(lines))
-        for name in set(self.NAMES) - set(self.ROLES):
-            self._add(name, ["--cluster", file, "--instance-key-file", self._key, *self._keys])
+        for name in self.ROUTERS:
+            self.add(name, ["--cluster", file, "--instance-key-file", self._key, "--kv-peer", NETWORK, *self._keys])
         self._add_instances()
         self.wait_until_open()
 
+    def _listed(self) -> tuple[str, ...]:
+        """Return the instances that the router's file names."""
+        return tuple(self.ROLES)
+
     def _add_instances(self) -> None:
         for name in self.ROLES:
-            self._add(name, self._instance(name))
+            self.add(name, self.instance_flags(name))
 
-    def _add(self, name: str, flags: list[str]) -> None:
+    def add(self, name: str, flags: list[str]) -> None:
         host = self.hosts[name]
         listen = ["--host", host.address, "--port", str(PORT)]
         self.members[name] = Member(host, self._folder / f"{name}.log", [*flags, *listen])
 
-    def _instance(self, name: str) -> list[str]:
+    def instance_flags(self, name: str) -> list[str]:
         """Return the flags of an instance."""
         events = ["--kv-events", "tcp://*:5557", "--kv-events-replay", "tcp://*:5558"]
         pages = ["--kv-secret-file", self._secret, "--kv-host", self.hosts[name].address, "--kv-peer", NETWORK]
@@ -300,18 +306,15 @@ class Cluster:
         """Return what a router knows of each instance, by name."""
         return {each["name"]: each for each in json.loads(self._get(router, "/cluster/instances"))["instances"]}
 
-    def states(self) -> dict[str, str]:
-        """State of each instance that the router knows."""
-        return {name: each["state"] for name, each in self.instances().items()}
+    def states(self, router: str = "router") -> dict[str, str]:
+        """State of each instance that a router knows."""
+        return {name: each["state"] for name, each in self.instances(router).items()}
 
     def wait_until_open(self) -> None:
         """Wait until all instances take requests of all routers."""
-        routers = set(self.NAMES) - set(self.ROLES)
-        self._wait(
-            lambda: all(each["state"] == "open" for router in routers for each in self.instances(router).values()),
-            START,
-            lambda: "all instances are open",
-        )
+        wanted = dict.fromkeys(self.ROLES, "open")
+        for router in self.ROUTERS:
+            self.wait(lambda router=router: self.states(router) == wanted, START, lambda: "all instances are open")
 
     def left(self) -> dict[str, float]:
         """Return all that is not free though no request is there: by instance and metric."""
@@ -328,9 +331,9 @@ class Cluster:
 
     def wait_until_settled(self) -> None:
         """Wait until no page is held, no lease is there and no request runs."""
-        self._wait(lambda: not self.left(), SETTLED, lambda: f"nothing is left, and {self.left()} is")
+        self.wait(lambda: not self.left(), SETTLED, lambda: f"nothing is left, and {self.left()} is")
 
-    def _wait(self, condition: Callable[[], bool], seconds: float, wanted: Callable[[], str]) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float, wanted: Callable[[], str]) -> None:
         end = time.monotonic() + seconds
         while True:
             for name, member in self.members.items():
@@ -361,7 +364,7 @@ class Cluster:
         """Have clients ask while the steps are taken, each after so many seconds; returns all answers."""
         with self.hosts["router"].inside():
             headers = {"authorization": "Bearer a-key-of-clients"}
-            urls = (self.members[name].url for name in self.NAMES if name not in self.ROLES)
+            urls = (self.members[name].url for name in self.ROUTERS)
             return serve_through(" ".join(urls), headers, clients, steps)
 
 

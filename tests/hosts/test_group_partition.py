@@ -20,8 +20,8 @@ class GroupCluster(Cluster):
         group = ["--stage", "2", "--num-processes", "2", "--coordinator", f"{self.hosts['g0'].address}:6000"]
         group += ["--group-secret-file", secret, "--failure-timeout", str(FAILURE_TIMEOUT)]
         for number, name in enumerate(("g0", "g1")):
-            self._add(name, [*self._instance(name), *group, "--process-id", str(number)])
-        self._add("d0", self._instance("d0"))
+            self.add(name, [*self.instance_flags(name), *group, "--process-id", str(number)])
+        self.add("d0", self.instance_flags("d0"))
 
 
 @pytest.mark.slow

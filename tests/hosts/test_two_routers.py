@@ -17,6 +17,7 @@ class TwoRouters(Cluster):
     """Clients are on the first router's host, and its processes die, not the host."""
 
     NAMES = ("router", "other", "p0", "d0", "d1")
+    ROUTERS = ("router", "other")
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ def test_clients_that_retry_see_no_error_while_routers_are_killed_in_turn(hosts:
     with TwoRouters(tmp_path) as cluster:
         steps: list[tuple[float, Callable[[], object]]] = []
         for turn in range(TURNS):
-            member = cluster.members[("router", "other")[turn % 2]]
+            member = cluster.members[cluster.ROUTERS[turn % 2]]
             steps += [
                 (draw.uniform(2.0, 4.0), lambda member=member: member.signal(signal.SIGKILL)),
                 (draw.uniform(1.0, 3.0), member.start),
@@ -41,7 +42,7 @@ def test_clients_that_retry_see_no_error_while_routers_are_killed_in_turn(hosts:
         assert not any(each.is_refused for each in answers)
         assert retries
         first, second = (
-            {name: each["blocks"] for name, each in cluster.instances(router).items()} for router in ("router", "other")
+            {name: each["blocks"] for name, each in cluster.instances(router).items()} for router in cluster.ROUTERS
         )
         assert first == second
         assert any(sum(blocks.values()) for blocks in first.values())
