@@ -37,6 +37,7 @@ EXTRAS: Mapping[str, Extra] = {
         {
             "fastapi": "fastapi",
             "httpx": "httpx",
+            "llguidance": "llguidance",
             "prometheus_client": "prometheus-client",
             "pydantic": "pydantic",
             "zmq": "pyzmq",

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from longctx.cli import command_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
-from longctx.serving.server.schemas import ChatBody, CompletionBody
+from longctx.serving.server.chat_schemas import ChatBody
+from longctx.serving.server.schemas import CompletionBody
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

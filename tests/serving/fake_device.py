@@ -16,6 +16,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, 
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.executor import DeviceExecutor, Pending, Results
 from longctx.serving.request.sampling_params import SamplingLevel
+from longctx.serving.runner.model_runner import Drawing
 from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, NUM_FLOATS, Controls, LogitBias, SampledTokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
@@ -24,9 +25,15 @@ VOCAB, EOS, LENGTH = 50, 7, 256
 MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 12, 4, 4, 8, max_positions=LENGTH, eos_ids=(EOS,)))
 
 
-def next_token(tokens: np.ndarray, seed: int, completion: int, slot: int = 0) -> int:
-    """The token that fake devices sample after tokens `[T]`; `slot` is a hash of what the slot keeps."""
-    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion + slot) % VOCAB
+def next_token(tokens: np.ndarray, seed: int, completion: int, slot: int = 0, allowed: np.ndarray | None = None) -> int:
+    """The token that fake devices sample after tokens `[T]`; `slot` is a hash of what the slot keeps.
+
+    `allowed` has a bit for each token that may come, int32 `[words]`: the next one of these is taken.
+    """
+    token = zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion + slot) % VOCAB
+    while allowed is not None and not int(allowed[token // 32]) >> token % 32 & 1:
+        token = (token + 1) % VOCAB
+    return token
 
 
 def hash_slot(seen: np.ndarray | None, bias: list[tuple[int, float]]) -> int:
@@ -76,7 +83,7 @@ class FakeDevice:
         self.bias: list[list[tuple[int, float]]] = [[] for _ in range(slots)]
         # For each stage, the tokens `[ranks, rows]` by kind that leave it, and a hash of what each row saw in it.
         self.between: list[Any] = [None] * plan.stage
-        self.num_rows = 0
+        self.num_rows, self.is_undrawn = 0, False
         self.shapes: set[Shape] = set()
 
     def clear_slot(self, slot: int) -> None:
@@ -117,13 +124,24 @@ class FakeDevice:
         return []
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, None]:
+        return self.draw(self.begin_step(rows, samples, shape)[0]), None
+
+    def begin_step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawing, None]:
+        assert not self.is_undrawn, "the tokens of the last step are not drawn"
+        self.is_undrawn = True
         self.shapes.add(shape)
         arrived = [None, *self.between[:-1]]
         for stage in range(self.plan.stage):
             self.between[stage] = self._compute(stage, RowInputs.views(rows[stage], shape), shape, arrived[stage])
+        last: Any = RowInputs.views(rows[-1], shape)
+        return Drawing(shape, SamplingLevel(SampleInputs.views(samples, shape).level[0]), last, samples), None
+
+    def draw(self, drawing: Drawing, masks: np.ndarray | None = None) -> SampledTokens:
+        self.is_undrawn = False
+        shape, level, last, samples = drawing
         inputs = SampleInputs.views(samples, shape)
+        assert masks is None or level >= SamplingLevel.MASKS
         tokens = np.zeros(inputs.slots.shape, int)
-        last = RowInputs.views(rows[-1], shape)
         for rank, number in np.argwhere(inputs.slots >= 0):
             row, slot = inputs.rows[rank, number], inputs.slots[rank, number]
             assert last.slots[rank, row] == slot
@@ -135,14 +153,15 @@ class FakeDevice:
             is_penalised = (controls[f"{x}_penalty"] for x in ("repetition", "presence", "frequency"))
             kept = hash_slot(self.seen[slot] if tuple(is_penalised) != (1, 0, 0) else None, self.bias[slot])
             assert kept == 0 or inputs.level[0] >= SamplingLevel.FILTERS
-            tokens[rank, number] = next_token(seen, seed, int(controls["completion"]), kept)
+            allowed = None if masks is None else masks[rank, number]
+            tokens[rank, number] = next_token(seen, seed, int(controls["completion"]), kept, allowed)
         for rank, number in np.argwhere(inputs.slots >= 0):
             self.last[inputs.slots[rank, number]] = tokens[rank, number]
             self.seen[inputs.slots[rank, number], tokens[rank, number]] += IN_OUTPUT
         count = tokens.size
         logprobs, top_logprobs = np.zeros(count), np.zeros((count, shape.num_top))  # nobody computed any
         arrays: Any = (tokens.reshape(-1), logprobs, top_logprobs.astype(int), top_logprobs)
-        return SampledTokens(*arrays), None
+        return SampledTokens(*arrays)
 
     def _compute(self, stage: int, inputs: RowInputs, shape: Shape, arrived: Any) -> Any:
         """Update tables and write tokens; returns the tokens by kind, padded to be independent of the bucket."""

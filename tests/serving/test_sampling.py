@@ -1,5 +1,6 @@
 """Sampling: which tokens are possible, how often, from which seed, each row with its own parameters."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -28,7 +29,9 @@ from longctx.serving.runner.sampler import (
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
-GREEDY, TEMPERATURE, FILTERS, LOGPROBS = SamplingLevel
+GREEDY, TEMPERATURE, FILTERS, MASKS, LOGPROBS = SamplingLevel
+
+NO_PENALTIES: dict[str, float] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 jit_sample = jax.jit(sample_tokens, static_argnums=1)
 jit_kept, jit_penalise = jax.jit(_kept, static_argnums=2), jax.jit(_penalise)
@@ -238,6 +241,7 @@ def test_a_row_has_the_same_token_at_every_level(seed: int) -> None:
     seen, positions = np.zeros(logits.shape, np.uint32), np.arange(ROWS, dtype=np.int32)
     tokens = [np.asarray(jit_sample(logits, x, controls_of(params), positions, seen)) for x in SamplingLevel]
     np.testing.assert_array_equal(tokens[TEMPERATURE], tokens[FILTERS])
+    np.testing.assert_array_equal(tokens[TEMPERATURE], tokens[MASKS])
     np.testing.assert_array_equal(tokens[TEMPERATURE], tokens[LOGPROBS])
     assert tokens[GREEDY][-1] == tokens[TEMPERATURE][-1] == logits[-1].argmax()
 
@@ -260,6 +264,11 @@ def test_a_row_without_a_distribution_has_no_token(level: SamplingLevel, row: li
         ({"temperature": 1.0, "top_p": 0.9}, FILTERS),
         ({"presence_penalty": 1.0}, FILTERS),
         ({"logit_bias": ((1, 2.0),)}, FILTERS),
+        ({"grammar": "start: /a+/"}, MASKS),
+        ({"allowed_token_ids": (1, 2), "temperature": 1.0}, MASKS),
+        ({"bad_words": ("no",)}, MASKS),
+        ({"min_tokens": 3}, MASKS),
+        ({"logprobs": 0, "min_tokens": 3}, LOGPROBS),
         ({"logprobs": 0}, LOGPROBS),
         ({"prompt_logprobs": 1}, GREEDY),
     ],
@@ -267,6 +276,41 @@ def test_a_row_without_a_distribution_has_no_token(level: SamplingLevel, row: li
 )
 def test_the_level_is_the_lowest_that_computes_what_is_asked_for(params: dict, level: SamplingLevel) -> None:
     assert SamplingParams(**params).level == level
+
+
+@given(st.integers(0, 2**31 - 1))
+@settings(max_examples=20)
+def test_masked_tokens_are_those_of_logits_without_the_others(seed: int) -> None:
+    logits, seen = random_rows(seed)
+    params, positions = random_params(seed), np.arange(ROWS, dtype=np.int32)
+    is_allowed = np.random.default_rng(seed).random(logits.shape) < 0.5
+    is_allowed[:, 3] = True
+    bits = np.zeros((ROWS, 32), bool)
+    bits[:, :VOCAB] = is_allowed
+    mask = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    controls = controls_of(params)
+    expected = jit_sample(
+        np.where(is_allowed, _penalised(logits, seen, params), -np.inf),
+        FILTERS,
+        controls_of([dataclasses.replace(p, **NO_PENALTIES) for p in params]),
+        positions,
+        seen,
+    )
+    for level in (MASKS, LOGPROBS):
+        tokens = jit_sample(logits, level, controls, positions, seen, None, mask)
+        np.testing.assert_array_equal(tokens, expected)
+        assert is_allowed[np.arange(ROWS), tokens].all()
+    empty = np.zeros_like(mask)
+    assert jit_sample(logits, MASKS, controls, positions, seen, None, empty).tolist() == [-1] * ROWS
+    np.testing.assert_array_equal(
+        jit_sample(logits, FILTERS, controls, positions, seen),
+        jit_sample(logits, MASKS, controls, positions, seen, None, np.full_like(mask, -1)),
+    )
+
+
+def _penalised(logits: np.ndarray, seen: np.ndarray, params: list[SamplingParams]) -> np.ndarray:
+    """Logits with penalties."""
+    return np.asarray(jit_penalise(logits, seen, controls_of(params)))
 
 
 def test_a_token_depends_on_seed_completion_and_position_only() -> None:

@@ -33,9 +33,10 @@ from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import KeyRing
+from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
-from longctx.serving.server.request_parser import ChatFormat, RequestParser
+from longctx.serving.server.request_parser import RequestParser
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.transfers import Received
 

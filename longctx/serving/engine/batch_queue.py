@@ -41,7 +41,12 @@ class BatchQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more batch may be planned now."""
+        """Whether one more batch may be planned now.
+
+        The tokens of a batch with masks are drawn before the next step begins, which takes those before them.
+        """
+        if len(self._queue) >= 2 * self._stages and any(batch.needs_tokens for batch in self._queue):
+            return False
         # Those before are in later stages: the steps in which they began have ended.
         return self.allows(len(self._queue), [batch.predicted for batch in islice(self._queue, self._stages - 1, None)])
 

@@ -75,10 +75,11 @@ def build_core(
         keeps_pages=config.tiers is not None,
     )
     sessions = Sessions(page_hash, num_pages * plan.context)
+    processor = InputProcessor(model, config, max_length, tokenizer, page_hash)
     return (
         Core(scheduler, page_hash if config.prefix_cache else None, sessions, config.run_ahead),
-        InputProcessor(model, config, max_length, tokenizer, page_hash),
-        SequenceMaker(model, config, tokenizer, page_hash, sessions),
+        processor,
+        SequenceMaker(model, config, tokenizer, page_hash, sessions, processor.grammars),
     )
 
 

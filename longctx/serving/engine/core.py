@@ -242,11 +242,14 @@ class Core:
             if token < 0:
                 events.append(self._fail(sequence, _NOT_FINITE, now))
                 continue
+            completion = completion_of(sequence)
             text, reason = self.receive(sequence, token, logprob, now)
-            if reason is None:
-                events.append(completion_of(sequence).event(text, token))
-            else:
+            if (problem := completion.problem) is not None:
+                events.append(self._fail(sequence, problem, now))
+            elif reason is not None:
                 events.append(self._finish(sequence, text, token, reason, now))
+            else:
+                events.append(completion.event(text, token))
             num_tokens += 1
         self.counts["output_tokens"] += num_tokens
         return events

@@ -9,9 +9,12 @@ from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.request.completion import Completion, Detokenizer
+from longctx.serving.request.grammar import Grammars
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Logprobs, Metrics
 from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.request.token_mask import TokenMask
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.validation import check_text
 
@@ -30,6 +33,7 @@ class InputProcessor:
       page_hash: makes the keys of pages.
 
     Attributes:
+      grammars: that requests ask for, compiled.
       fingerprint: bytes, equal for processors whose prepared requests are interchangeable.
 
     Examples:
@@ -54,6 +58,7 @@ class InputProcessor:
     ) -> None:
         self._model, self._config, self._max_length = model, config, max_length
         self._tokenizer, self._hash = tokenizer, page_hash
+        self.grammars = Grammars(tokenizer, model.vocab_size, end_tokens(model, tokenizer))
         # All that `prepare` goes by, but for the tokenizer's vocabulary.
         sizes = (model.vocab_size, max_length, config.max_running, config.max_logprobs)
         limits = (*sizes, config.prefix_cache, tokenizer is None)
@@ -85,6 +90,8 @@ class InputProcessor:
         """
         if prepared.prepared_for != self.fingerprint:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
+        if (grammar := prepared.request.sampling.grammar) is not None:
+            self.grammars.matcher(grammar)  # here, rather than in the engine's loop
         if handoff is not None:
             handoff.check(len(prepared.tokens), prepared.request.sampling, self._model.vocab_size)
 
@@ -134,6 +141,13 @@ class InputProcessor:
         for token, _ in params.logit_bias:
             if token >= vocab:
                 raise ValueError(f"logit_bias must be of tokens in the vocabulary, 0 to {vocab - 1}, got {token}")
+        if params.grammar is not None:
+            self.grammars.matcher(params.grammar)
+        for token in params.allowed_token_ids or ():
+            if token >= vocab:
+                raise ValueError(f"allowed_token_ids must be in the vocabulary, 0 to {vocab - 1}, got {token}")
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and the engine has none")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._config.max_logprobs:
@@ -152,8 +166,10 @@ class SequenceMaker:
         tokenizer: "Tokenizer | None",
         page_hash: PageHash,
         sessions: Sessions,
+        grammars: Grammars | None = None,
     ) -> None:
-        self._eos_ids = {*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        self._eos_ids = end_tokens(model, tokenizer)
+        self._grammars = grammars or Grammars(tokenizer, model.vocab_size, self._eos_ids)
         self._tokenizer, self._sessions = tokenizer, sessions
         self._hash, self._prefix_cache = page_hash, config.prefix_cache
         self._rng = np.random.default_rng(config.seed)
@@ -195,6 +211,7 @@ class SequenceMaker:
                 detokenizer=Detokenizer(self._tokenizer, params.stop),
                 metrics=Metrics(arrival, len(tokens)),
                 prompt_logprobs=prompt_logprobs,
+                mask=self._mask(params, stop_ids) if params.has_mask else None,
             )
             sequence = as_sequence(prepared, f"{request_id}/{index}", self._count, arrival)
             sequence.keys, sequence.partial_page = list(keys), partial_page
@@ -202,6 +219,20 @@ class SequenceMaker:
             sequences.append(sequence)
             self._count += 1
         return sequences
+
+    def _mask(self, params: SamplingParams, stop_ids: frozenset[int]) -> TokenMask:
+        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
+        words = []
+        for word in params.bad_words:  # within a text a word begins with a space in most vocabularies
+            assert self._tokenizer is not None
+            forms = [self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
+            words += [form for form in forms if form]
+        return TokenMask(params, self._grammars.vocab_size, stop_ids, matcher, words)
+
+
+def end_tokens(model: LlamaConfig, tokenizer: "Tokenizer | None") -> set[int]:
+    """Return the tokens that end a text, by the model and by its tokenizer."""
+    return {*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
 
 
 def as_sequence(prepared: PreparedRequest, name: str, order: int, arrival: float) -> Sequence:
@@ -218,5 +249,6 @@ def as_sequence(prepared: PreparedRequest, name: str, order: int, arrival: float
         ttft_deadline=request.ttft_deadline,
         tpot_target=request.tpot_target,
         keys=list(prepared.keys),
+        needs_tokens=request.sampling.needs_tokens,
         may_share=prepared.may_share,
     )

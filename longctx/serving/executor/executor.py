@@ -23,7 +23,8 @@ from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRe
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
-from longctx.serving.runner.model_runner import ModelRunner
+from longctx.serving.runner.model_runner import Drawing, ModelRunner
+from longctx.serving.runner.sample_step import mask_size
 from longctx.serving.runner.sampler import Controls, LogitBias, SampledTokens, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, keys_by_rank
@@ -101,6 +102,7 @@ class Pending:
     exchange: str = ""  # of its sharded rows, if it has some
     pages: int = 0  # with cached keys of its sharded sequences, on the rank that has most
     packed: tuple[Shape, np.ndarray] | None = None
+    drawing: Drawing | None = None  # its tokens are still to be drawn
     drawn: SampledTokens | None = None
     num_samples: int = 0  # of a rank, in the arrays of `drawn`
     prompts: list[tuple[Chunk, list[Place], Any]] = field(default_factory=list)  # where logprobs were asked for
@@ -110,9 +112,26 @@ class Pending:
             self.packed = shape, self.layout.pack_rows(shape)
         return self.packed[1]
 
-    def ask(self, runner: ModelRunner, drawn: SampledTokens, hidden: Any, shape: Shape) -> None:
+    def draw(self, runner: ModelRunner, vocab_size: int) -> None:
+        """Draw its tokens, with masks of those that may come, for which the tokens before have to be known."""
+        drawing, self.drawing, masks = self.drawing, None, None
+        assert drawing is not None
+        if drawing.level >= SamplingLevel.MASKS:
+            masks = np.full(mask_size(vocab_size, drawing.shape), -1, np.int32)
+            filled = [
+                completion_of(place.chunk.sequence).fill_mask(masks[place.rank, place.number], place.position)
+                for place in self.layout.sampled
+            ]
+            masks = masks if any(filled) else None
+        self.drawn, self.num_samples = runner.draw(drawing, masks), drawing.shape.samples
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the mask of one of its tokens needs tokens that are not known yet."""
+        return any(completion_of(at.chunk.sequence).waits_for_tokens(at.position) for at in self.layout.sampled)
+
+    def ask(self, runner: ModelRunner, hidden: Any, shape: Shape) -> None:
         """Ask for what the host wants to know besides the tokens."""
-        self.drawn, self.num_samples = drawn, shape.samples
         asked: list[tuple[Chunk, list[Place]]] = []
         targets = np.zeros((shape.ranks, shape.rows), np.int32)
         for chunk in self.layout.batch.chunks:
@@ -208,6 +227,7 @@ class DeviceExecutor:
         self._levels = np.zeros(slots, np.int32)  # a `SamplingLevel` each
         self._biased = np.zeros(slots, bool)  # whether the devices have biases for the slot
         self._stages: deque[Pending] = deque(maxlen=plan.stage)  # the batch in each, the first stage's last
+        self._undrawn: Pending | None = None
 
     @classmethod
     def on_mesh(
@@ -280,6 +300,7 @@ class DeviceExecutor:
         return self.mover is not None and (self._config.transfers or self.mover.sink is not None)
 
     def submit(self, batch: Batch) -> Pending:
+        self._draw()
         if self.mover is not None:
             self.mover.submit(batch)
         for sequence in batch.admitted:
@@ -288,13 +309,29 @@ class DeviceExecutor:
             self._stages.append(self._lay_out(batch))  # no stage is to be moved on, so no step is needed
             return self._stages[-1]
         rows, samples, shape = self.assemble(batch)
-        drawn, hidden = self.runner.step(rows, samples, shape)
-        if len(self._stages) == self._plan.stage:
-            self._stages[0].ask(self.runner, drawn, hidden, shape)
+        drawing, hidden = self.runner.begin_step(rows, samples, shape)
+        if len(self._stages) < self._plan.stage:
+            self.runner.draw(drawing)
+            return self._stages[-1]
+        last = self._stages[0]
+        last.drawing = drawing
+        if drawing.level < SamplingLevel.MASKS or not last.waits_for_tokens:
+            last.draw(self.runner, self._vocab_size)
+        else:
+            self._undrawn = last  # devices compute its rows meanwhile
+        last.ask(self.runner, hidden, shape)
         return self._stages[-1]
 
     def wait(self, pending: Pending) -> Results:
+        if pending is self._undrawn:
+            self._draw()
         return pending.results()
+
+    def _draw(self) -> None:
+        """Draw the tokens of the last step, if that waited for the results of the step before it."""
+        last, self._undrawn = self._undrawn, None
+        if last is not None:
+            last.draw(self.runner, self._vocab_size)
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
         return [] if self.mover is None else self.mover.poll(timeout)

@@ -45,6 +45,11 @@ class Sampled(NamedTuple):
     row: int  # of its kind
     number: int  # among those of its rank
 
+    @property
+    def position(self) -> int:
+        """Position of the token in its sequence."""
+        return self.chunk.start + self.chunk.num_tokens
+
 
 class TableEntry(NamedTuple):
     """An entry of a rank's page table: the page, its number in its sequence, and its window page.
@@ -238,7 +243,7 @@ class RowLayout:
             at: Any = (0, slice(len(slot))) if self.num_ranks == 1 else (ranks, numbers)
             plan.rows[at] = np.array(rows) + np.array(firsts)[np.array(kinds)]
             plan.slots[at] = slot
-            plan.positions[at] = [chunk.start + chunk.num_tokens for chunk in chunks]
+            plan.positions[at] = [each.position for each in self.sampled]
             plan.controls[at] = controls[slot]
             plan.level[0] = levels[slot].max()
         return packed

@@ -8,6 +8,7 @@ import numpy as np
 from longctx.serving.request.output import Event, FinishReason, Lease, Logprobs, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.request.token_mask import TokenMask
 
 if TYPE_CHECKING:
     from longctx.serving.kv_cache.page_pool import Key
@@ -73,6 +74,7 @@ class Completion:
     detokenizer: Detokenizer
     metrics: Metrics
     prompt_logprobs: Logprobs | None  # of the first completion of a request that asks for them
+    mask: TokenMask | None = None  # of the tokens that may come; None: all
     num_known: int = 0
     text: str = ""
     logprobs: Logprobs = field(default_factory=Logprobs)
@@ -89,6 +91,26 @@ class Completion:
     def tokens(self) -> np.ndarray:
         """Prompt and output so far, int32 `[T]`."""
         return self.known[: self.num_known]
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why it can't go on; None: there is none."""
+        return None if self.mask is None else self.mask.problem
+
+    def fill_mask(self, row: np.ndarray, position: int) -> bool:
+        """Write which tokens may come at a position into a mask, int32 `[words]`; False: all, and nothing is written.
+
+        One whose tokens before it are not known has ended, and what is drawn is dropped.
+        """
+        mask = self.mask
+        if mask is None or (mask.needs_tokens and position != self.num_known):
+            return False
+        mask.fill(row, position - self.num_prompt)
+        return True
+
+    def waits_for_tokens(self, position: int) -> bool:
+        """Return whether the mask of a position needs tokens before it that are not known yet."""
+        return self.mask is not None and self.mask.needs_tokens and position > self.num_known
 
     @property
     def lease_id(self) -> str | None:
@@ -110,12 +132,16 @@ class Completion:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None
         detokenizer = self.detokenizer
+        if self.mask is not None:
+            self.mask.push(token)
         if token in self.stop_ids:
             piece, reason = detokenizer.finish(), "stop"
         else:
             piece = detokenizer.push(token)
             if detokenizer.stopped:
                 reason = "stop"
+            elif self.mask is not None and self.mask.is_complete:
+                piece, reason = piece + detokenizer.finish(), "stop"
             elif self.num_known == len(self.known):
                 piece, reason = piece + detokenizer.finish(), "length"
                 if detokenizer.stopped:

@@ -29,7 +29,9 @@ class SamplingLevel(IntEnum):
     """A random token, by temperature and min_p."""
     FILTERS = 2
     """Biases, penalties, top_k and top_p."""
-    LOGPROBS = 3
+    MASKS = 3
+    """Masks of the tokens that may come: grammars, and other rules of `TokenMask`."""
+    LOGPROBS = 4
     """Log probabilities of the token and of the most likely ones."""
 
 
@@ -58,8 +60,13 @@ class SamplingParams:
       stop: text that ends an answer and is not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
+      grammar: that the text follows, in llguidance's form, see `longctx.serving.request.grammar`. The completion ends
+        where the grammar allows nothing more; end tokens may come where it allows an end.
+      allowed_token_ids: the only tokens that may come. None: all.
+      bad_words: texts that may not come. Each is a token, or several of which the last may not follow the others.
+      min_tokens: tokens before which nothing that ends the completion may come, but stop strings.
       logprobs: with each token, return its log probability and those of this many most likely ones (before biases,
-        penalties, temperature and the keep rules).
+        penalties, masks, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
 
     Raises:
@@ -90,6 +97,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: _Count = 0
     logprobs: _Count | None = None
     prompt_logprobs: _Count | None = None
 
@@ -105,6 +116,7 @@ class SamplingParams:
         for text in stop:
             check_text("stop", text)
         ids = tuple(check_integer("stop_token_ids", token, 0, MAX_INT32) for token in self.stop_token_ids)
+        self._check_masks()
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", tuple(_check_logit_bias(self.logit_bias)))
@@ -113,6 +125,36 @@ class SamplingParams:
                 raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the most likely token")
             if self.n > 1:
                 raise ValueError(f"n={self.n} contradicts temperature=0, which gives one completion")
+
+    def _check_masks(self) -> None:
+        if self.grammar is not None:
+            if not isinstance(self.grammar, str) or not self.grammar:
+                raise ValueError(f"grammar must be a text that is not empty, got {shown(self.grammar)}")
+            check_text("grammar", self.grammar)
+            if self.ignore_eos or self.allowed_token_ids is not None:
+                name = "ignore_eos" if self.ignore_eos else "allowed_token_ids"
+                raise ValueError(f"{name} contradicts grammar, which says what may come and where the text ends")
+        if self.allowed_token_ids is not None:
+            ids = self.allowed_token_ids
+            if not isinstance(ids, tuple | list) or not ids:
+                raise ValueError(f"allowed_token_ids must be token ids in a tuple, not empty, got {shown(ids)}")
+            ids = tuple(check_integer("allowed_token_ids", token, 0, MAX_INT32) for token in ids)
+            object.__setattr__(self, "allowed_token_ids", ids)
+        if not isinstance(self.bad_words, tuple | list) or not all(isinstance(x, str) and x for x in self.bad_words):
+            raise ValueError(f"bad_words must be texts in a tuple, none of them empty, got {shown(self.bad_words)}")
+        object.__setattr__(self, "bad_words", tuple(check_text("bad_words", word) for word in self.bad_words))
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some tokens may not come."""
+        return self.needs_tokens or self.allowed_token_ids is not None or self.min_tokens > 0
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether which tokens may come depends on those before, so that the host has to know these."""
+        return self.grammar is not None or bool(self.bad_words)
 
     @property
     def has_penalties(self) -> bool:
@@ -124,6 +166,8 @@ class SamplingParams:
         """The lowest level of sampling that computes what is asked for."""
         if self.logprobs is not None:
             return SamplingLevel.LOGPROBS
+        if self.has_mask:
+            return SamplingLevel.MASKS
         if self.top_k is not None or self.top_p < 1 or self.has_penalties or self.logit_bias:
             return SamplingLevel.FILTERS
         return SamplingLevel.TEMPERATURE if self.temperature > 0 else SamplingLevel.GREEDY

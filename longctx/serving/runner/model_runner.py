@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from longctx.serving.runner import state_updates
 from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
 from longctx.serving.runner.page_transfer import DevicePageRead, PageTransfer, PlacedBlock
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.sample_step import compile_samplers, outer_params, sample_program
+from longctx.serving.runner.sample_step import compile_samplers, mask_size, outer_params, sample_program
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import DeviceState, state_shardings, step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
@@ -59,6 +59,15 @@ def abstract_state(
     return jax.tree.map(lambda x, place: array(x.shape, x.dtype, sharding=place), state, places)
 
 
+class Drawing(NamedTuple):
+    """What `ModelRunner.draw` draws tokens from: the last rows of a step, and its packed `SampleInputs`."""
+
+    shape: Shape
+    level: SamplingLevel
+    last_rows: jax.Array
+    samples: Any
+
+
 class ModelRunner:
     """Runs steps on the devices of a mesh. Calls take effect in their order, in all stages.
 
@@ -90,6 +99,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.mesh = model, mesh
         self._page_size, self._slots, self._entries = page_size, slots, entries
+        self._all_allowed: dict[int, jax.Array] = {}  # by the samples of a rank
         self._sections, self._num_rows = (sections[0], sections[0] + sections[1]), sum(sections)
         self.params = shard_params(params, model.config, mesh, ffn=ffn)
         dtype = self.params["embed"].dtype
@@ -185,29 +195,57 @@ class ModelRunner:
         return programs
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
-        """Run one step of all stages.
+        """Run one step of all stages, and draw its tokens: `begin_step` and `draw`.
+
+        Returns:
+          (sampled tokens; hidden states for `prompt_logprobs`).
+        """
+        drawing, hidden = self.begin_step(rows, samples, shape)
+        return self.draw(drawing), hidden
+
+    def begin_step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawing, jax.Array]:
+        """Run one step of all stages, but for drawing its tokens, which `draw` has to do before the next step.
 
         Args:
           rows: a packed `RowInputs` for each stage and rank, int32 `[stage, context, length]`.
           samples: a packed `SampleInputs`, int32 `[length]`.
 
         Returns:
-          (sampled tokens; hidden states for `prompt_logprobs`).
+          (what `draw` takes; hidden states for `prompt_logprobs`).
         """
         inputs = self._to_devices(rows, samples)
-        state, hidden, last_rows = self.run_step(
+        self.state, hidden, last_rows = self.run_step(
             self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections
         )
         level = SamplingLevel(int(SampleInputs.views(samples, shape).level[0]))
+        return Drawing(shape, level, last_rows, inputs[1]), hidden
+
+    def draw(self, drawing: Drawing, masks: np.ndarray | None = None) -> SampledTokens:
+        """Draw the tokens of a step.
+
+        Args:
+          masks: of the tokens that may come, int32 `[ranks, samples, words]`, see `mask_size`; None: all may.
+        """
+        shape, level, last_rows, samples = drawing
+        state, on_devices = self.state, None
+        if level >= SamplingLevel.MASKS:
+            on_devices = self._no_masks(shape) if masks is None else self._put(masks, P())
         static = self.model, self.mesh, shape.of_samples, level
         tokens, outer = (state.last_token, state.seen), outer_params(self.params)
         sampled, (last_token, seen) = sample_program(self.mesh)(
-            *static, outer, tokens, state.bias, last_rows, inputs[1]
+            *static, outer, tokens, state.bias, last_rows, samples, on_devices
         )
         self.state = state._replace(last_token=last_token, seen=seen)
         for x in jax.tree.leaves(sampled):
             x.copy_to_host_async()
-        return sampled, hidden
+        return sampled
+
+    def _no_masks(self, shape: Shape) -> jax.Array:
+        """Return masks that allow all tokens."""
+        if shape.samples not in self._all_allowed:
+            size = mask_size(self.model.config.vocab_size, shape)
+            self._all_allowed[shape.samples] = self._put(np.full(size, -1, np.int32), P())
+        return self._all_allowed[shape.samples]
 
     def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
         """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""

@@ -23,6 +23,7 @@ from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import index_of, named_sharding, present, shard_map, size_of
 from longctx.parallel.tensor import all_gather_vocabulary, psum
 from longctx.serving.request.sampling_params import SamplingLevel
+from longctx.serving.request.token_mask import mask_words
 from longctx.serving.runner.sampler import (
     IN_OUTPUT,
     Controls,
@@ -62,9 +63,20 @@ def compile_samplers(
     size, dtype = (shape.ranks * shape.samples, model.config.hidden_size), params["embed"].dtype
     last_rows = jax.ShapeDtypeStruct(size, dtype, sharding=named_sharding(mesh, P("context")))
     arguments = outer_params(params), (state.last_token, state.seen), state.bias, last_rows, samples
-    program = sample_program(mesh)
+    masks = jax.ShapeDtypeStruct(
+        mask_size(model.config.vocab_size, shape), jnp.int32, sharding=named_sharding(mesh, P())
+    )
+    program, compiled = sample_program(mesh), {}
     with _COMPILING:
-        return {level: program.lower(model, mesh, shape.of_samples, level, *arguments).compile() for level in levels}
+        for level in levels:
+            more = (masks,) if level >= SamplingLevel.MASKS else (None,)
+            compiled[level] = program.lower(model, mesh, shape.of_samples, level, *arguments, *more).compile()
+    return compiled
+
+
+def mask_size(vocab_size: int, shape: Shape) -> tuple[int, int, int]:
+    """Return the shape of the masks of a step's samples, int32 `[ranks, samples, words]`, see `TokenMask`."""
+    return shape.ranks, shape.samples, mask_words(vocab_size)
 
 
 def outer_params(params: Params) -> Params:
@@ -82,6 +94,7 @@ def sample_step(
     bias: LogitBias,
     last_rows: Float[Array, "R D"],
     samples: Int[Array, "length"],
+    masks: Int[Array, "ranks samples words"] | None = None,
 ) -> tuple[SampledTokens, tuple[Int[Array, "slots"], UInt32[Array, "slots vocab"]]]:
     """Sample on each rank for its own rows; then gather the tokens of all ranks, and count them.
 
@@ -91,22 +104,30 @@ def sample_step(
       tokens: `DeviceState.last_token` and `seen`.
       last_rows: the rows to sample from, as `step` returns them.
       samples: a packed `SampleInputs`.
+      masks: of the tokens that may come, from `SamplingLevel.MASKS` on; None below.
 
     Returns:
       (sampled tokens, ranks one after another; `tokens`).
     """
 
-    def on_device(outer: Params, tokens: tuple[Array, Array], bias: LogitBias, rows: Array, samples: Array) -> Any:
+    def on_device(
+        outer: Params,
+        tokens: tuple[Array, Array],
+        bias: LogitBias,
+        rows: Array,
+        samples: Array,
+        masks: Array | None,
+    ) -> Any:
         (last_token, seen), inputs = tokens, SampleInputs.views(samples, shape)
-        sampled = _sample_rows(model, mesh, shape, level, outer, seen, bias, rows, inputs)
+        sampled = _sample_rows(model, mesh, shape, level, outer, seen, bias, rows, inputs, masks)
         sampled = jax.tree.map(lambda x: all_gather(x, "context"), sampled)
         slots, chosen = inputs.slots.reshape(-1), jnp.maximum(sampled.tokens, 0)
         at = padding_out_of_bounds(slots, last_token)
         seen = seen.at[at, chosen].add(jnp.uint32(IN_OUTPUT), mode="drop")
         return sampled, (last_token.at[at].set(chosen, mode="drop"), seen)
 
-    specs = sharded_specs(outer, model.config, mesh), P(), P(), P("context"), P()
-    return shard_map(on_device, mesh, specs, P())(outer, tokens, bias, last_rows, samples)
+    specs = sharded_specs(outer, model.config, mesh), P(), P(), P("context"), P(), P()
+    return shard_map(on_device, mesh, specs, P())(outer, tokens, bias, last_rows, samples, masks)
 
 
 def _sample_rows(
@@ -119,6 +140,7 @@ def _sample_rows(
     bias: LogitBias,
     rows: Array,
     inputs: SampleInputs,
+    masks: Array | None,
 ) -> SampledTokens:
     """On a device: sample for the rank's rows. Below `FILTERS` the vocabulary stays sharded."""
     rank, logits = index_of("context"), local_logits(model, mesh, outer, rows)
@@ -127,7 +149,8 @@ def _sample_rows(
         return SampledTokens(sample_tokens(logits, level, controls, positions, axes=VOCABULARY_AXES))
     logits = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
     own_seen, *own_bias = (x[jnp.maximum(inputs.slots[rank], 0)] for x in (seen, *bias))
-    tokens = sample_tokens(logits, level, controls, positions, own_seen, LogitBias(*own_bias))
+    own_mask = None if masks is None else masks[rank]
+    tokens = sample_tokens(logits, level, controls, positions, own_seen, LogitBias(*own_bias), own_mask)
     logprobs = token_logprobs(logits, tokens, shape.num_top) if level == SamplingLevel.LOGPROBS else ()
     return SampledTokens(tokens, *logprobs)
 

@@ -93,6 +93,7 @@ def sample_tokens(
     positions: Int[Array, "R"],
     seen: UInt32[Array, "R V"] | None = None,
     bias: LogitBias | None = None,
+    mask: Int[Array, "R W"] | None = None,
     axes: tuple[str, ...] = (),
 ) -> Int[Array, "R"]:
     """Sample the next token of every row, with no sort and no branch.
@@ -109,6 +110,8 @@ def sample_tokens(
       seen: uint32 `[R, V]`, how often each token occurs in prompt and output, see `count_tokens`; read from
         `SamplingLevel.FILTERS` on.
       bias: of each row, likewise.
+      mask: int32 `[R, ceil(V / 32)]`, a bit for each token that may come, the lowest first; read from
+        `SamplingLevel.MASKS` on. None: all may.
       axes: mesh axes over which the vocabulary is sharded, the slowest first; none from `FILTERS` on.
 
     Returns:
@@ -118,6 +121,9 @@ def sample_tokens(
         assert not axes, "biases, penalties, top_k and top_p take logits of the whole vocabulary"
         logits = logits if bias is None else bias.add_to(logits)
         logits = logits if seen is None else _penalise(logits, seen, controls)
+    if level >= SamplingLevel.MASKS and mask is not None:
+        # A NaN stays one, so that it is found.
+        logits = jnp.where(_unpack_bits(mask, logits.shape[1]) | jnp.isnan(logits), logits, -jnp.inf)
     if level == SamplingLevel.GREEDY:
         return argmax(logits, *axes)
     is_random = (controls.temperature > 0)[:, None]
@@ -137,6 +143,12 @@ def token_logprobs(
     logprobs = jax.nn.log_softmax(logits, -1)
     top_logprobs, top_tokens = lax.top_k(logprobs, num_top)
     return jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], top_tokens.astype(jnp.int32), top_logprobs
+
+
+def _unpack_bits(words: Int[Array, "R W"], size: int) -> Array:
+    """The first `size` bits of each row's numbers of 32 bits, the lowest first: bool `[R, size]`."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
+    return bits.reshape(len(words), -1)[:, :size] == 1
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:

@@ -104,6 +104,11 @@ class Batch:
             self.predicted, self.rank_seconds = seconds, (seconds,)
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether the masks of some of its tokens depend on the tokens before."""
+        return any(chunk.samples and chunk.sequence.needs_tokens for chunk in self.chunks)
+
+    @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the results."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]

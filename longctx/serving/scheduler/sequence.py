@@ -50,6 +50,7 @@ class Sequence:
     tpot_target: float | None = None
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as tokens are known
     partial_page: PartialPage | None = None  # that the turn before it left
+    needs_tokens: bool = False  # the mask of a token depends on those before it
     may_share: bool = True  # begin with pages that others have computed
     available: int = 0  # leading tokens that can be loaded, as far as is known
     source: str = TIERS  # where from

@@ -14,8 +14,9 @@ from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
+from longctx.serving.server.chat_schemas import ChatBody
 from longctx.serving.server.request_parser import ParsedCall, token_text
-from longctx.serving.server.schemas import ChatBody, CompletionBody
+from longctx.serving.server.schemas import CompletionBody
 
 _LEAST = -9999.0  # JSON has no minus infinity
 _REASONS: dict[FinishReason, str] = {

@@ -14,18 +14,12 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT
 from longctx.serving.server.caches import Caches
+from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import ActiveCall, Frontend
 from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.observers import Observers
-from longctx.serving.server.request_parser import (
-    ChatFormat,
-    Kind,
-    Origin,
-    ParsedCall,
-    RequestParser,
-    cache_named,
-)
+from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser, cache_named
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
 from longctx.serving.server.transfers import Received, Transfers
 

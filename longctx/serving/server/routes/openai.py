@@ -13,19 +13,13 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
+from longctx.serving.server.chat_schemas import CacheBody, ChatBody, TokenizeBody
 from longctx.serving.server.errors import ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.preparer import unless_gone
 from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
 from longctx.serving.server.response_writer import ResponseWriter, encode, make_writer
-from longctx.serving.server.schemas import (
-    CacheBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    body_of,
-)
+from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, body_of
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import begin_transfer, response_params
 
