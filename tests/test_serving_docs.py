@@ -6,6 +6,7 @@ from pathlib import Path
 from longctx.cli import command_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
 from longctx.serving.server.chat_schemas import ChatBody
+from longctx.serving.server.known_fields import HARMLESS, REFUSED
 from longctx.serving.server.schemas import CompletionBody
 
 ROOT = Path(__file__).parent.parent
@@ -42,10 +43,23 @@ def test_every_endpoint_is_in_the_table_with_the_scope_that_it_needs() -> None:
 
 
 def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:
-    described = {name for cells in rows("Options of a request") for name in names(cells[0])}
-    refused = names(section("Options of a request").split("Refused by name:")[1].split("\n\n")[0])
-    assert described | refused == {*CompletionBody.model_fields, *ChatBody.model_fields}
-    assert not described & refused
+    described = [cells for cells in rows("Options of a request") if len(cells) == 3]
+    assert {name for cells in described for name in names(cells[0])} == {
+        *CompletionBody.model_fields,
+        *ChatBody.model_fields,
+    }
+
+
+def test_every_field_of_other_servers_is_on_the_page() -> None:
+    shown = {name: cells[1] for cells in rows("Options of a request") if len(cells) == 2 for name in names(cells[0])}
+    assert {name: text.partition(" (")[0] for name, text in shown.items() if name in REFUSED} == {
+        name: refused.why.partition(" (")[0] for name, refused in REFUSED.items()
+    }
+    passed_over = section("Options of a request").split("These change no text, and are passed over:")[1]
+    assert names(passed_over.split("\n\n")[0]) == HARMLESS
+    own = {*CompletionBody.model_fields, *ChatBody.model_fields}
+    assert not own & set(REFUSED)
+    assert not HARMLESS & set(REFUSED)
 
 
 def test_flags_of_the_server_exist() -> None:

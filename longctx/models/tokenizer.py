@@ -25,6 +25,7 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 """Largest `tokenizer.json` that is read; those of vocabularies of 256,000 tokens have 35 MB."""
 
 
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _UNKNOWN = "\U0010fffd"  # a character for private use, which no vocabulary has
 _TEXT = "Zürich, 東京 and 🦙 in 2026"
 
@@ -156,6 +157,7 @@ class HFTokenizer:
       backend: the library's tokenizer.
       errors: context in which the library's errors become ValueErrors that name the file.
       special_ids: of special tokens by name; None: it is not in the vocabulary.
+      sampling: parameters that `generation_config.json` recommends, as it has them.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class HFTokenizer:
         self.bos_id: int | None = self.special_ids.get("bos_token")
         eos_id = self.special_ids.get("eos_token")
         self.eos_ids: tuple[int, ...] = eos_ids or (() if eos_id is None else (eos_id,))
+        self.sampling: Mapping[str, Any] = {}
 
     @functools.cached_property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -226,6 +229,11 @@ class HFTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         with self.errors():
             return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """The text with its special tokens."""
+        with self.errors():
+            return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -279,9 +287,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         eos_ids = check_token_ids("eos_token_id", generation.get("eos_token_id"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{generation_file}: {error}") from error
-    return HFTokenizer(
-        path, _read_tokenizer(path), eos_ids, _special_tokens(config_file, config), _chat_template(config_file, config)
-    )
+    special, template = _special_tokens(config_file, config), _chat_template(config_file, config)
+    made = HFTokenizer(path, _read_tokenizer(path), eos_ids, special, template)
+    if generation.get("do_sample", True):
+        made.sampling = {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}
+    return made
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -343,6 +353,7 @@ class StreamDecoder:
 
     Args:
       tokenizer: what decodes the ids.
+      skip_special: leave special tokens out of the text; tokenizers of other kinds than `HFTokenizer` always do.
 
     Examples:
       >>> from longctx.models import ByteTokenizer, StreamDecoder
@@ -358,8 +369,9 @@ class StreamDecoder:
     # A character has at most four bytes, so an unfinished one has at most three tokens, or three U+FFFD.
     _UNFINISHED = 3
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        keeps = not skip_special and isinstance(tokenizer, HFTokenizer)
+        self._decode = tokenizer.decode_all if keeps else tokenizer.decode  # type: ignore[attr-defined]
         # Only recent tokens, so that the work of a step does not grow with the text. They include some settled tokens,
         # because the text of a token may depend on whether there is one before it.
         self._recent: list[int] = []
@@ -369,7 +381,7 @@ class StreamDecoder:
     def push(self, id: int) -> str:
         """The text that is certain after this token: often that of the token, sometimes none."""
         self._recent.append(id)
-        text = self._tokenizer.decode(self._recent)
+        text = self._decode(self._recent)
         unsure = len(text) - len(text.rstrip("\ufffd"))
         if len(self._recent) - self._settled > self._UNFINISHED:
             # The first of these bytes are no character; the last of them may begin one.
@@ -378,12 +390,12 @@ class StreamDecoder:
         if not unsure:
             self._recent = self._recent[self._settled :]
             self._settled = len(self._recent)
-            self._emitted = len(self._tokenizer.decode(self._recent))
+            self._emitted = len(self._decode(self._recent))
         return piece
 
     def finish(self) -> str:
         """The text that was held back."""
-        text = self._tokenizer.decode(self._recent)
+        text = self._decode(self._recent)
         return self._emit(text, len(text))
 
     def _emit(self, text: str, end: int) -> str:

@@ -53,6 +53,12 @@ VALID_SAMPLING = {
     "stop": st.just(()),
     "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
     "ignore_eos": st.booleans(),
+    "include_stop": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "grammar": st.none(),
+    "allowed_token_ids": st.one_of(st.none(), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)),
+    "bad_words": st.just(()),
+    "min_tokens": st.integers(0, 1),
     "logprobs": st.none(),
     "prompt_logprobs": st.none(),
 }

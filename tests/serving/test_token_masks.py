@@ -37,7 +37,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-LETTERS = [chr(ord("a") + i) for i in range(26)] + list("0123456789 ,.-:;!?()[]{}")[: VOCAB - 26]
+LETTERS = [*"abcdefg", "", *"hijklmnopqrstuvwxyz0123456789 ,.-:;!?()[]{}"][:VOCAB]  # none of `EOS`
 
 
 class Letters:

@@ -152,7 +152,7 @@ class RouterServer(Frontend):
         page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
         parser = RequestParser(
             InputProcessor(model, config, max_length, tokenizer, page_hash),
-            ChatFormat(tokenizer, chat_template),
+            ChatFormat(tokenizer, chat_template, settings.tool_call_parser),
             model_names,
             settings,
             config,

@@ -208,7 +208,7 @@ class SequenceMaker:
                 known=known,
                 seed=seed,
                 stop_ids=stop_ids,
-                detokenizer=Detokenizer(self._tokenizer, params.stop),
+                detokenizer=Detokenizer(self._tokenizer, params.stop, params.include_stop, params.skip_special_tokens),
                 metrics=Metrics(arrival, len(tokens)),
                 prompt_logprobs=prompt_logprobs,
                 mask=self._mask(params, stop_ids) if params.has_mask else None,

@@ -23,9 +23,11 @@ class Detokenizer:
     tokenizer there is no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._stop = stop
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: tuple[str, ...], include_stop: bool = False, skip_special: bool = True
+    ) -> None:
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, skip_special)
+        self._stop, self._include_stop = stop, include_stop
         self._held = ""
         self.stopped = False
 
@@ -45,10 +47,11 @@ class Detokenizer:
         if not self._stop:
             return text
         text = self._held + text
-        found = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
-        if found >= 0:
+        found = min(((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
             self.stopped, self._held = True, ""
-            return text[:found]
+            at, stop = found
+            return text[: at + len(stop)] if self._include_stop else text[:at]
         certain = len(text) - max(_overlap(text, stop) for stop in self._stop)
         self._held = text[certain:]
         return text[:certain]

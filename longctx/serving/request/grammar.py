@@ -23,7 +23,7 @@ MAX_GRAMMAR_BYTES = 2**20
 """Length of the longest grammar, in bytes of UTF-8."""
 
 _KEPT = 64  # compiled grammars
-_WHITESPACE = (
+WHITESPACE = (
     r"(?: |\n[ \t]{0,16})?"  # between the parts of a JSON text: without a bound a model may go on with it for ever
 )
 
@@ -57,7 +57,7 @@ def from_json_schema(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     try:
-        made = _llguidance().LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+        made = _llguidance().LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a JSON schema must be JSON: {error}") from None
     return str(made)

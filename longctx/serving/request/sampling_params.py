@@ -58,6 +58,8 @@ class SamplingParams:
       n: completions, which need a temperature and share the pages of the prompt. There are at most the engine's
         `max_running`.
       stop: text that ends an answer and is not part of it.
+      include_stop: whether a stop string that ends an answer is a part of it after all.
+      skip_special_tokens: leave special tokens out of the text, but for those that end it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
       grammar: that the text follows, in llguidance's form, see `longctx.serving.request.grammar`. The completion ends
@@ -95,6 +97,8 @@ class SamplingParams:
     seed: _Count | None = None
     n: _Positive = 1
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None

@@ -39,7 +39,7 @@ class TokenMask:
     ) -> None:
         self._matcher, self._bad_words = matcher, [tuple(word) for word in bad_words]
         self._min_tokens, self._vocab_size = params.min_tokens, vocab_size
-        self._stops = _bits(tuple(stop_ids), vocab_size)
+        self._stops = _bits(tuple(token for token in stop_ids if token < vocab_size), vocab_size)
         self._allowed = _bits(params.allowed_token_ids, vocab_size)
         self._longest = max(map(len, self._bad_words), default=1) - 1
         self._recent: list[int] = []  # the last ones, as many as a bad word may begin with

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longctx.serving.server.auth import OPEN_PATHS, AuthMiddleware
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import IGNORED, ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.limits import LIMIT_HEADERS
 from longctx.serving.server.routes.administration import administration_router, monitoring_router
@@ -77,8 +77,8 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
             CORSMiddleware,
             allow_origins=server.settings.allow_origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *LIMIT_HEADERS],
+            allow_headers=["*"],  # official clients have their own; which ones change
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", IGNORED, *LIMIT_HEADERS],
         )
     _describe_bodies(app)
     return app

@@ -1,15 +1,17 @@
-"""Bodies of chats: messages, and what the chat template renders."""
+"""Bodies of chats: messages, tools, and what the chat template renders."""
 
+import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from longctx.serving.server.schemas import Body, GenerationBody, TokenIds, refuse
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.schemas import Body, GenerationBody, TokenIds
 
-Role = Literal["system", "developer", "user", "assistant"]
-
-_NO_TOOLS = "tools are not there: models of this server answer in text"
-_TEXT_ALONE = "only text goes in and out"
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+MAX_TOOLS = 512
 
 
 class TextPart(Body):
@@ -24,13 +26,38 @@ class TextPart(Body):
         return value
 
 
+class CalledFunction(Body):
+    """A call of a tool in a history; `arguments` are JSON, as a text."""
+
+    name: ToolName
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     role: Role
     content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[Any, refuse(_NO_TOOLS)] = None
-    function_call: Annotated[Any, refuse(_NO_TOOLS)] = None
-    audio: Annotated[Any, refuse(_TEXT_ALONE)] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.function_call:
+            raise ValueError("function_call is not there: give tool_calls, its newer name")
+        if self.audio:
+            raise ValueError("audio is not there: only text goes in and out")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls must be of the role assistant, got {self.role}")
+        return self
 
     @property
     def text(self) -> str:
@@ -38,8 +65,44 @@ class Message(Body):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def size(self) -> int:
+        """Characters of all its texts."""
+        calls = sum(len(call.function.arguments) + len(call.function.name) for call in self.tool_calls or ())
+        return len(self.text) + calls + len(self.reasoning_content or "")
+
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
+class Function(Body):
+    """A tool; `parameters`: JSON schema of its arguments, an object; none: it takes none."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: str
+    function: Function
+
+    @field_validator("type")
+    @classmethod
+    def _is_function(cls, value: str) -> str:
+        if value != "function":
+            raise ValueError(f"tools must be of type function, got {value[:40]!r}")
+        return value
+
+
+class _ToolName(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: _ToolName
 
 
 class ChatFields(Body):
@@ -47,37 +110,64 @@ class ChatFields(Body):
 
     messages: Messages
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Any, refuse(_NO_TOOLS)] = None
-    functions: Annotated[Any, refuse(_NO_TOOLS)] = None
-    chat_template: Annotated[Any, refuse("chat_template must not come from clients")] = None
-    continue_final_message: Annotated[Any, refuse("continue_final_message is not there")] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "tools must have different names", "tools")
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice required needs tools", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ApiError(400, f"tool_choice must be one of tools, got {choice.function.name!r}", "tool_choice")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("add_generation_prompt contradicts continue_final_message")
+            if not self.messages[-1].text:
+                raise ValueError("continue_final_message needs a text in the last message")
+        return self
+
+    @property
+    def offered(self) -> list[Function]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def forced(self) -> list[Function]:
+        """Tools of which the answer has to call one; none: it need not."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [each for each in self.offered if each.name == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @property
+    def size(self) -> int:
+        """Characters of all texts, about."""
+        tools = len(json.dumps([tool.model_dump() for tool in self.tools])) if self.tools else 0
+        return tools + sum(message.size for message in self.messages)
 
 
 class ChatBody(GenerationBody, ChatFields):
     """`max_completion_tokens` is the newer name of `max_tokens`."""
 
-    max_tokens: int | None = None
+    model_config = ConfigDict(extra="allow")
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
-    audio: Annotated[Any, refuse(_TEXT_ALONE)] = None
-    web_search_options: Annotated[Any, refuse("there is no web search")] = None
 
     @field_validator("modalities")
     @classmethod
     def _modalities(cls, value: list[str] | None) -> list[str] | None:
         if value is not None and value != ["text"]:
             raise ValueError('modalities must be ["text"]')
-        return value
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _tool_choice(cls, value: Any) -> Any:
-        if value not in (None, "none", "auto"):
-            raise ValueError(_NO_TOOLS)
         return value
 
     @model_validator(mode="after")
@@ -87,7 +177,13 @@ class ChatBody(GenerationBody, ChatFields):
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             raise ValueError(f"max_completion_tokens and max_tokens contradict each other: {newer} and {older}")
+        if self.forced and self._asked():
+            raise ValueError(f"{self._asked()[0][0]} contradicts tool_choice: the answer is a call of a tool")
         return self
+
+    @property
+    def _of_others(self) -> Collection[str]:
+        return ("prompt",)
 
 
 class _PromptOrMessages(Body):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 _ARGUMENT = re.compile(
     r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:'s token| of token \d+)? (?:must|contradicts?|has|needs?)\b"
+    r"|([a-z][a-z_]*)(?:\.[a-z_]+)?: "  # of a field that says which form a text has
 )
 _NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of a type
 # Names of the engine's own arguments that clients call otherwise.
@@ -20,6 +21,8 @@ _SHOWN_PROBLEMS = 3
 _LONGEST_MESSAGE, _LONGEST_PARAM = 2000, 100  # characters: what clients send may be in it
 DROPPED = "x-llm-d-request-dropped-reason"
 """Header with the reason why a request was refused that could be served at another time."""
+IGNORED = "x-longctx-ignored-fields"
+"""Header of an answer with the names of fields that no server is known to have."""
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -88,6 +91,7 @@ def not_servable(error: Exception) -> ApiError:
     """Return the answer to a request that the types of the engine refuse: their errors name the argument first."""
     text = str(error)
     found = _ARGUMENT.match(text)
-    param = None if found is None else _PARAMS.get(found[1], found[1])
+    name = None if found is None else found[1] or found[2]
+    param = None if name is None else _PARAMS.get(name, name)
     code = "context_length_exceeded" if "longest sequence" in text else None
     return ApiError(400, text, param, code)

@@ -1,5 +1,6 @@
 """Parser of requests: makes the engine's requests of the bodies that clients send."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -8,16 +9,19 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from longctx.models.tokenizer import TokenBytes, utf8_bytes
+from longctx.models.tokenizer import TokenBytes, Tokenizer, utf8_bytes
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.server.chat_format import ChatFormat
+from longctx.serving.server.answer_parts import AnswerFormat
+from longctx.serving.server.chat_format import ChatFormat, ChatPrompt
 from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields, Message, TokenizeBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, GenerationBody
 from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.structured import NamedGrammar
+from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, strict_grammar
 
 Kind = Literal["completions", "chat", "tokenize", "detokenize", "cache"]
 """The methods of `RequestParser`."""
@@ -79,12 +83,14 @@ class ParsedCall(NamedTuple):
       requests: one for each prompt.
       texts: of the prompts, where the answer repeats them.
       copies: how many choices each completion makes: more than one where all would be the same.
+      answer: what the answers of a chat may have besides text; None: nothing.
     """
 
     body: GenerationBody
     requests: list[PreparedRequest]
     texts: list[str]
     copies: int
+    answer: AnswerFormat | None = None
 
     @property
     def num_choices(self) -> int:
@@ -109,6 +115,7 @@ class RequestParser:
         vocab_size: int,
         tpot: float | None,
     ) -> None:
+        self._defaults = sampling_defaults(chat_format.tokenizer)
         self._input_processor, self.chat_format, self.tokenizer = input_processor, chat_format, chat_format.tokenizer
         self.names, self.max_length, self.vocab_size = names, max_length, vocab_size
         self._settings = dataclasses.replace(settings, api_keys=(), admin_keys=())
@@ -126,22 +133,24 @@ class RequestParser:
         if len(prompts) > self._settings.max_prompts:
             message = f"prompt must be at most {self._settings.max_prompts} prompts, got {len(prompts)}"
             raise ApiError(400, message, "prompt")
-        more = {} if not fields.echo else {"prompt_logprobs": fields.logprobs}
+        more: dict[str, Any] = {} if not fields.echo else {"prompt_logprobs": fields.logprobs}
         special = fields.add_special_tokens is not False and before is None
-        tokens = [self._encode(prompt, special, fields.parse_special) for prompt in prompts]
+        tokens = [self._encode(prompt, special, fields.parse_special, fields) for prompt in prompts]
         if before is not None:
             if before.tokens is None or fields.echo:
                 wrong = "echo must be false" if fields.echo else "cache_id must be a cache of a prompt, not of messages"
                 raise ApiError(400, f"{wrong}: the cache's tokens come before the prompt", "cache_id")
             tokens = [np.concatenate([before.tokens, ids]) for ids in tokens]
         wanted = 1 if fields.max_tokens == 0 else fields.max_tokens  # the engine makes at least one
+        named = fields.named_grammar()
+        more |= {"defaults": self._defaults, "grammar": None if named is None else named.grammar}
         samplings = [
             fields.sampling(self._max_tokens(wanted, 16, len(ids)), fields.logprobs, (), **more) for ids in tokens
         ]
         texts = []
         if fields.echo:
             texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
-        return self._prepare(fields, {"prompt": ""}, tokens, samplings, origin, texts)
+        return self._prepare(fields, {"prompt": ""}, tokens, samplings, origin, texts, named)
 
     def chat(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/chat/completions`."""
@@ -152,24 +161,44 @@ class RequestParser:
             if before.messages is None:
                 raise ApiError(400, "cache_id must be a cache of messages, for a chat, not of a prompt", "cache_id")
             fields = fields.model_copy(update={"messages": [*before.messages, *fields.messages]})
-        tokens = self._chat_tokens(fields)
+        prompt = self._chat_prompt(fields)
+        tokens = self._truncated(prompt.tokens, fields)
+        named, more = self._chat_grammar(fields)
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         max_tokens = self._max_tokens(wanted, self._settings.default_max_tokens, len(tokens))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         try:
-            sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop)
+            sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop, self._defaults, **more)
         except (TypeError, ValueError) as error:  # the client gave these fields under their names in chats
             newer = {"max_tokens": "max_completion_tokens"} if fields.max_completion_tokens is not None else {}
             name, rest = str(error).split(" ", 1)
             raise type(error)(f"{(newer | {'logprobs': 'top_logprobs'}).get(name, name)} {rest}") from None
-        return self._prepare(fields, {"messages": []}, [tokens], [sampling], origin, [])
+        call = self._prepare(fields, {"messages": [], "tools": None}, [tokens], [sampling], origin, [], named)
+        return call._replace(answer=self.chat_format.answer_format(fields, prompt.is_thinking))
+
+    def _chat_grammar(self, fields: ChatBody) -> tuple[NamedGrammar | None, dict[str, Any]]:
+        """Return the grammar of the answer to a chat, and parameters that go with it."""
+        named = fields.named_grammar()
+        more: dict[str, Any] = {}
+        if fields.offered:
+            form = self.chat_format.tool_format(bool(fields.forced))
+            marker = self.chat_format.special_token(form.begin or PYTHON_TAG)
+            if marker is not None:  # it has to be in the text
+                more["skip_special"] = False
+            if fields.forced:
+                is_parallel = fields.parallel_tool_calls is not False and fields.tool_choice == "required"
+                lark = None if marker is None or not form.begin else f"<[{marker}]>"
+                named = NamedGrammar("tools", forced_grammar(form, fields.forced, is_parallel, lark))
+            elif named is None and (strict := strict_grammar(form, fields.offered)) is not None:
+                named = NamedGrammar("tools", strict)
+        return named, more | {"grammar": None if named is None else named.grammar}
 
     def cache(self, body: bytes, origin: Origin) -> Document:
         """Parse a body of `/v1/caches`."""
         fields = parse_fields(CacheBody, body)
         self._check_model(fields.model)
         if fields.messages is not None:
-            tokens = self._chat_tokens(ChatFields(messages=fields.messages, add_generation_prompt=False))
+            tokens = self._chat_prompt(ChatFields(messages=fields.messages, add_generation_prompt=False)).tokens
         else:
             assert fields.prompt is not None
             tokens = self._encode(fields.prompt, fields.add_special_tokens is not False, fields.parse_special)
@@ -184,7 +213,7 @@ class RequestParser:
         fields = parse_fields(TokenizeBody, body)
         if fields.messages is not None:
             chat = ChatFields(messages=fields.messages, add_generation_prompt=fields.add_generation_prompt)
-            tokens = self._chat_tokens(chat).tolist()
+            tokens = self._chat_prompt(chat).tokens.tolist()
         else:
             special = fields.add_special_tokens is not False
             tokens = self._encode(fields.prompt or "", special, fields.parse_special).tolist()
@@ -204,8 +233,16 @@ class RequestParser:
         if name and name not in self.names:
             raise no_such_model(name)
 
-    def _encode(self, prompt: str | Sequence[int], special: bool, parses_special: bool | None) -> np.ndarray:
+    def _encode(
+        self,
+        prompt: str | Sequence[int],
+        special: bool,
+        parses_special: bool | None,
+        fields: GenerationBody | None = None,
+    ) -> np.ndarray:
         """Return the tokens of a prompt, int32 `[T]`; raise ApiError if it is longer than the longest sequence."""
+        if fields is not None and fields.truncate_prompt_tokens is not None:
+            return self._truncated(self._encode(prompt, special, parses_special), fields)
         if not isinstance(prompt, str):
             if len(prompt) > self.max_length:
                 raise self._too_long("prompt", f"{len(prompt):,}")
@@ -215,10 +252,21 @@ class RequestParser:
         self._check_head("prompt", prompt)
         return np.array(encode(prompt, special), np.int32)
 
-    def _chat_tokens(self, fields: ChatFields) -> np.ndarray:
-        """Return the tokens of a chat, int32 `[T]`; raise ApiError if it is far longer than the longest sequence."""
-        self._check_size("messages", sum(len(message.text) for message in fields.messages))
-        return self.chat_format.tokens(fields, lambda text: self._check_head("messages", text))
+    def _chat_prompt(self, fields: ChatFields) -> ChatPrompt:
+        """Return the prompt of a chat; raise ApiError if it is far longer than the longest sequence."""
+        self._check_size("messages", fields.size)
+        return self.chat_format.prompt(fields, lambda text: self._check_head("messages", text))
+
+    def _truncated(self, tokens: np.ndarray, fields: GenerationBody) -> np.ndarray:
+        """Return the last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
+        most = fields.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most == -1:
+            most = max(1, self.max_length - (fields.max_tokens or 1))
+        if most == 0:
+            raise ApiError(400, "truncate_prompt_tokens must be -1, or at least 1, got 0", "truncate_prompt_tokens")
+        return tokens[-most:]
 
     def _check_head(self, name: str, text: str) -> None:
         """Raise ApiError if the beginning of a text is too long already: tokenising takes a second a MiB."""
@@ -249,13 +297,19 @@ class RequestParser:
         samplings: list[SamplingParams],
         origin: Origin,
         texts: list[str],
+        named: NamedGrammar | None,
     ) -> ParsedCall:
         self._input_processor.check_choices(fields.num_choices)  # greedy ones are one for the engine
         copies = fields.num_choices if fields.is_greedy else 1
         requests = []
         for number, (ids, sampling) in enumerate(zip(tokens, samplings, strict=True)):
             request = self._request(fields, ids, sampling, origin, None if len(tokens) == 1 else number)
-            prepared = self._input_processor.prepare(request)
+            try:
+                prepared = self._input_processor.prepare(request)
+            except ValueError as error:
+                if named is not None and str(error).startswith("grammar "):
+                    raise ValueError(f"{named.field}: the {error}") from None
+                raise
             # The tokens are there once, and travel once.
             prompt: Any = prepared.tokens
             requests.append(prepared._replace(request=dataclasses.replace(request, prompt=prompt)))
@@ -279,6 +333,16 @@ class RequestParser:
             tpot_target=None if tpot is None else max(tpot, self._min_tpot),
             priority=min(max(fields.priority or 0, 0), self._settings.max_priority),
         )
+
+
+def sampling_defaults(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the sampling parameters of a checkpoint (`generation_config.json`), as far as they are valid."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(tokenizer, "sampling", {}).items():
+        with contextlib.suppress(TypeError, ValueError):
+            SamplingParams(**{"temperature": 1.0} | {name: value})
+            found[name] = value
+    return found
 
 
 def parse_fields(model: type[_Model], body: bytes) -> _Model:

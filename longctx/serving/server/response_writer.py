@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
+from longctx.serving.server.answer_parts import AnswerReader, Part, joined_parts
 from longctx.serving.server.chat_schemas import ChatBody
 from longctx.serving.server.request_parser import ParsedCall, token_text
 from longctx.serving.server.schemas import CompletionBody
@@ -61,10 +62,26 @@ class ChatLogprobs(Struct):
     content: list[ChatLogprob]
 
 
+class FunctionCall(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    """Call of a tool, or what a chunk adds to one, which has its `index`."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall | UnsetType = UNSET
+
+
 class Message(Struct):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(Struct):
@@ -213,7 +230,7 @@ class ResponseWriter(ABC):
             self._count(number, tokens, event.output)
             if event.text or event.output is not None or event.logprobs or (self._gives_tokens and tokens):
                 for choice in self._choices(number, event.index):
-                    yield self._chunk(self._piece(choice, number, event))
+                    yield from map(self._chunk, self._pieces(choice, number, event))
 
     def end(self) -> Iterator[Answer]:
         """Yield the chunk after all others, which has no choices, if the client asked for the usage."""
@@ -228,9 +245,13 @@ class ResponseWriter(ABC):
     def _first(self, choice: int, number: int) -> Choice | None:
         """Return the beginning of a choice before there is any token."""
 
+    def _pieces(self, choice: int, number: int, event: Event) -> Iterable[Choice]:
+        """Return what an event adds to a choice."""
+        return (self._piece(choice, number, event),)
+
     @abstractmethod
     def _piece(self, choice: int, number: int, event: Event) -> Choice:
-        """Return what an event adds to a choice."""
+        """Return what an event adds to a choice that is text alone."""
 
     def _kept(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens that count: all of them."""
@@ -265,6 +286,7 @@ class ChatWriter(ResponseWriter):
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
         self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
+        self._readers: dict[int, AnswerReader] = {}
 
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
         logprobs = None
@@ -272,10 +294,36 @@ class ChatWriter(ResponseWriter):
             logprobs = whole_chat_logprobs(self._bytes, output.token_ids, output.logprobs or ())
         tokens = output.token_ids if self._gives_tokens else UNSET
         message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
+        if self._call.answer is not None:
+            reader = AnswerReader(self._call.answer)
+            message = whole_message([*reader.push(output.text), *reader.finish()])
+            reason = self._reason(reader, output)
         return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
 
     def _first(self, choice: int, number: int) -> Choice:
         return Choice(choice, delta=Message("assistant", ""))
+
+    def _pieces(self, choice: int, number: int, event: Event) -> Iterable[Choice]:
+        if self._call.answer is None:
+            return super()._pieces(choice, number, event)
+        reader = self._readers.setdefault(choice, AnswerReader(self._call.answer))
+        parts = reader.push(event.text)
+        if event.output is not None:
+            parts += reader.finish()
+        pieces = [Choice(choice, delta=_delta(part)) for part in parts]
+        if event.output is not None or not pieces:
+            pieces.append(Choice(choice, delta=Message()))
+        if event.output is not None:
+            pieces[-1].finish_reason = self._reason(reader, event.output)
+        pieces[0].logprobs = self._logprobs(event.token_ids, event.logprobs)
+        if self._gives_tokens:
+            pieces[0].token_ids = list(event.token_ids)
+        has_news = parts or event.output is not None or self._gives_tokens or self._has_logprobs
+        return pieces if has_news else ()
+
+    def _reason(self, reader: AnswerReader, output: Output) -> str:
+        """Return why a choice ends that may have calls of tools."""
+        return "tool_calls" if reader.num_calls and output.finish_reason == "stop" else _REASONS[output.finish_reason]
 
     def _piece(self, choice: int, number: int, event: Event) -> Choice:
         logprobs = self._logprobs(event.token_ids, event.logprobs)
@@ -286,6 +334,33 @@ class ChatWriter(ResponseWriter):
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Iterable[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(self._bytes, tokens, logprobs) if self._has_logprobs else None
+
+
+def _delta(part: Part) -> Message:
+    """Return what a part adds to a message."""
+    if part.kind == "reasoning":
+        return Message(reasoning_content=part.text)
+    if part.kind == "text":
+        return Message(content=part.text)
+    if part.name is None:
+        return Message(tool_calls=[ToolCall(part.number, function=FunctionCall(arguments=part.text))])
+    function = FunctionCall(part.name, part.text)
+    return Message(tool_calls=[ToolCall(part.number, part.call_id or "", "function", function)])
+
+
+def whole_message(parts: Iterable[Part]) -> Message:
+    """Return the message of an answer's parts; where it calls tools and has no text, its content is null."""
+    joined = joined_parts(parts)
+    calls = [
+        ToolCall(id=part.call_id or "", type="function", function=FunctionCall(part.name or "", part.text))
+        for part in joined
+        if part.kind == "tool_call"
+    ]
+    text = "".join(part.text for part in joined if part.kind == "text")
+    reasoning = "".join(part.text for part in joined if part.kind == "reasoning")
+    message = Message("assistant", text if text or not calls else None, None)
+    message.reasoning_content, message.tool_calls = reasoning or UNSET, calls or UNSET
+    return message
 
 
 class CompletionWriter(ResponseWriter):

@@ -1,15 +1,19 @@
-"""Bodies of requests: JSON of strict types, whose unknown fields are ignored, as routers add fields of their own.
+"""Bodies of requests: JSON of strict types. Fields that are not known are passed over, and those of answers are named.
 
 Ranges of numbers that `SamplingParams` and `Request` check are not repeated here.
 """
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.server.known_fields import unknown_fields
+from longctx.serving.server.structured import GrammarFields
 
 MAX_INT64 = 2**63 - 1
 
@@ -43,23 +47,14 @@ def bodies_described() -> dict[str, Any]:
     return schemas
 
 
-def refuse(why: str) -> BeforeValidator:
-    """Refuse a field that is not supported and would change the answer; null, false and [] are ignored."""
-
-    def check(value: Any) -> Any:
-        if value is None or value is False or value == [] or value == {}:
-            return None
-        raise ValueError(why)
-
-    return BeforeValidator(check)
-
-
 _MAX_STOP, _MAX_STOP_CHARACTERS = 32, 1024
 _LEAST_TOP_P = 1e-6
-_OUTPUT_IS_TEXT = "outputs are text, without a grammar"
+MAX_TOKEN_IDS, _MAX_BAD_WORDS = 100_000, 256
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _GREEDY: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1.0, "min_p": 0.0}
 _SAMPLING = ("temperature", "ignore_eos", *_GREEDY, *_PENALTIES)
+_NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
+_ALIASES = (("repetition_penalty", "repeat_penalty"), ("max_tokens", "n_predict"))
 
 StopText = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
@@ -68,17 +63,6 @@ Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: str
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value != "text":
-            raise ValueError(f"response_format must be of type text, got {value[:40]!r}")
-        return value
 
 
 class PagePrefix(Body):
@@ -143,7 +127,7 @@ class TransferParams(Body):
     is_cached: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, GrammarFields):
     """Fields of completions and chats: OpenAI's, and the extensions that other servers of open models have too.
 
     `temperature` 0 is greedy, whatever `top_p`, `top_k` and `min_p` are; `top_k` -1 or 0 keeps all tokens. `priority`:
@@ -167,10 +151,17 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    response_format: ResponseFormat | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    max_tokens: int | None = None
+    n_predict: int | None = None
     user: str | None = None
     priority: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     prompt_cache_key: str | None = Field(None, max_length=1024)
@@ -181,20 +172,9 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     kv_transfer_params: TransferParams | None = None
 
-    # These would change the answer, and are refused by name.
-    guided_json: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
-    guided_regex: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
-    guided_choice: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
-    guided_grammar: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
-    structured_outputs: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None
-    use_beam_search: Annotated[Any, refuse("there is no beam search")] = None
+    _unknown: tuple[str, ...] = PrivateAttr(())
 
-    @field_validator("min_tokens")
-    @classmethod
-    def _min_tokens(cls, value: int | None) -> int | None:
-        if value is not None and value not in (0, 1):
-            raise ValueError(f"min_tokens must be 0 or 1, as there is no way to forbid an end, got {value}")
-        return value
+    model_config = ConfigDict(extra="allow")  # what is not here is looked at, and named
 
     @field_validator("logit_bias")
     @classmethod
@@ -208,7 +188,26 @@ class GenerationBody(Body):
     def _stream_options(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options must come with stream: true")
+        for newer, older in _ALIASES:
+            given, alias = getattr(self, newer), getattr(self, older)
+            if alias is not None and given not in (None, alias):
+                raise ValueError(f"{older} and {newer} contradict each other: {alias} and {given}")
+            if alias is not None and given is None:
+                object.__setattr__(self, newer, alias)
+        # Routers add fields of their own.
+        self._unknown = tuple(unknown_fields(self.__pydantic_extra__ or {}, self._of_others))
+        self.__pydantic_extra__ = {}
         return self
+
+    @property
+    def _of_others(self) -> Collection[str]:
+        """Fields of bodies of the other kind, which are passed over."""
+        return ()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that no server is known to have; they are passed over."""
+        return self._unknown
 
     @property
     def is_greedy(self) -> bool:
@@ -219,15 +218,34 @@ class GenerationBody(Body):
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
 
-    def sampling(self, max_tokens: int, logprobs: int | None, stop: tuple[str, ...], **more: Any) -> SamplingParams:
-        """Return the sampling parameters. n choices of a greedy answer are one, which is copied."""
+    def sampling(
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        stop: tuple[str, ...],
+        defaults: Mapping[str, float] = _NO_DEFAULTS,
+        grammar: str | None = None,
+        skip_special: bool = True,
+        **more: Any,
+    ) -> SamplingParams:
+        """Return the sampling parameters. n choices of a greedy answer are one, which is copied.
+
+        Args:
+          defaults: of the checkpoint, by name.
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given: dict[str, Any] = {"temperature": 1.0}
+        if self.temperature is None:
+            given |= defaults
+        elif "repetition_penalty" in defaults:
+            given["repetition_penalty"] = defaults["repetition_penalty"]
         given |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         if self.top_p is not None and self.top_p >= 0:
             given["top_p"] = max(self.top_p, _LEAST_TOP_P)
         if self.top_k in (-1, 0):
-            del given["top_k"]
+            given.pop("top_k", None)
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.logit_bias:
             given["logit_bias"] = tuple((int(token), bias) for token, bias in self.logit_bias.items())
         is_mixed = self.is_greedy and not _GREEDY.keys().isdisjoint(given)
@@ -239,6 +257,11 @@ class GenerationBody(Body):
             stop=stops + stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            bad_words=tuple(self.bad_words or ()),
+            min_tokens=self.min_tokens or 0,
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=skip_special and self.skip_special_tokens is not False,
+            grammar=grammar,
             **given,
             **more,
         )
@@ -261,20 +284,10 @@ class CompletionBody(GenerationBody):
     """
 
     prompt: Prompt
-    max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    best_of: Annotated[Any, refuse("best_of is not there: ask for n choices, and take the best")] = None
-    suffix: Annotated[Any, refuse("suffix is not there: models continue a text")] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _trivial(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = values | {name: None for name, trivial in _TRIVIAL.items() if values.get(name) == trivial}
-        return values
 
     @model_validator(mode="after")
     def _some_tokens(self) -> "CompletionBody":
@@ -283,9 +296,6 @@ class CompletionBody(GenerationBody):
         if self.stream and self.echo and self.logprobs is not None:  # those of the prompt come with its end
             raise ValueError("echo must come with stream: false, or without logprobs")
         return self
-
-
-_TRIVIAL = {"best_of": 1, "suffix": ""}
 
 
 BlockHash = Annotated[int, Field(ge=0, lt=2**64)]

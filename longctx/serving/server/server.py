@@ -63,7 +63,7 @@ class Server(Frontend):
         settings = settings or ServerSettings()
         parser = RequestParser(
             engine.input_processor,
-            ChatFormat(engine.tokenizer, chat_template),
+            ChatFormat(engine.tokenizer, chat_template, settings.tool_call_parser),
             model_names,
             settings,
             engine.config,

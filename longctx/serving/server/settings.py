@@ -181,6 +181,8 @@ class ServerSettings:
       max_prompts: prompts of one request, at most.
       default_max_tokens: tokens of a chat's answer whose request doesn't say how many. It ends earlier where there is
         no room.
+      tool_call_parser: form in which the model calls tools: `auto`, as its chat template says, or one of `hermes`
+        (Qwen's too), `mistral`, `llama3_json` and `pythonic`.
       max_priority: the highest priority that a request may ask for; higher ones count as this.
       min_tpot: the least TPOT target that a request may ask for, seconds. None: --tpot. A target shrinks the chunks of
         all prompts while the request decodes.
@@ -213,6 +215,7 @@ class ServerSettings:
     body_timeout: Seconds = 60.0
     max_prompts: Positive = 1024
     default_max_tokens: Positive = 4096
+    tool_call_parser: Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"] = "auto"
     max_priority: Count = 0
     min_tpot: Annotated[float, Range(1e-6, 1e9)] | None = None
     stream_buffer: Positive = 1024

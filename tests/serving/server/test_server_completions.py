@@ -239,14 +239,30 @@ def test_a_prompt_cache_key_is_a_conversation_and_hurts_nobody(letters: Served) 
     assert ask(letters, PROMPT, extra_body={"prompt_cache_key": "one"}).choices[0].token_ids == greedy()
 
 
+ENDS = {"ignore_eos": False}
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"extra_body": {"min_tokens": 2}}, "min_tokens"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
-        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
+        ({"extra_body": {"min_tokens": 200}}, "min_tokens"),
+        ({"extra_body": {"response_format": {"type": "json"}}}, "response_format"),
+        ({"extra_body": {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}}, "response_format"),
+        ({"extra_body": {"guided_json": {"type": "nonsense"}, **ENDS}}, "guided_json"),
+        ({"extra_body": {"guided_regex": "[a-", **ENDS}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+        ({"extra_body": {"grammar": "root ::= ("}}, "grammar"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "{}"}}}, "structured_outputs"),
+        ({"extra_body": {"guided_regex": "a", "regex": "b"}}, "regex"),
+        ({"extra_body": {"guided_regex": "a+", "ignore_eos": True}}, "ignore_eos"),
+        ({"extra_body": {"typical_p": 0.5}}, "typical_p"),
+        ({"extra_body": {"length_penalty": 2.0}}, "length_penalty"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids"),
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"repeat_penalty": 1.5, "repetition_penalty": 1.2}}, None),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logprobs": 6}, "logprobs"),

@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
+import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +15,7 @@ from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
 from longctx.serving.server.chat_schemas import CacheBody, ChatBody, TokenizeBody
-from longctx.serving.server.errors import ApiError, no_such_model
+from longctx.serving.server.errors import IGNORED, ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.preparer import unless_gone
 from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
@@ -23,9 +24,12 @@ from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, body_
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import begin_transfer, response_params
 
+logger = logging.getLogger(__name__)
+
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 _UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_NAMES, _NAME_LENGTH, _MOST_LOGGED = 20, 60, 1000  # unknown fields: those that are named, and their characters
 _LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
 
 
@@ -160,8 +164,9 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
         raise
     active.settle = settle
     writer = make_writer(call, call_id, server.model_name, server.token_bytes)
+    ignored = _note_ignored(call.body.ignored)
     if call.body.stream:
-        return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
+        return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED | ignored)
     try:
         outputs = await unless_gone(request, active.outputs())
     finally:
@@ -170,8 +175,8 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
     size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
     if size > _LARGE:  # other clients don't wait for it
-        return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
-    return _json(writer.whole(outputs))
+        return await asyncio.to_thread(lambda: _json(writer.whole(outputs), ignored))
+    return _json(writer.whole(outputs), ignored)
 
 
 def _most_tokens(prepared: PreparedRequest) -> int:
@@ -233,8 +238,21 @@ def _event(data: bytes) -> bytes:
     return format_sse_event(data_str=data.decode())
 
 
-def _json(answer: Any) -> Response:
-    return Response(encode(answer), media_type="application/json")
+def _json(answer: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(answer), headers=headers, media_type="application/json")
+
+
+_logged: set[str] = set()  # names of fields that have been logged
+
+
+def _note_ignored(names: Sequence[str]) -> dict[str, str]:
+    """Log fields that no server is known to have, each once, and return the header that names them."""
+    shown = [ascii(name[:_NAME_LENGTH])[1:-1].replace(",", "") for name in names[:_NAMES]]
+    for name in shown:
+        if name not in _logged and len(_logged) < _MOST_LOGGED:
+            _logged.add(name)
+            logger.warning("longctx: requests have the unknown field %s, which is ignored", name)
+    return {IGNORED: ", ".join(shown)} if shown else {}
 
 
 def _rendered(server: Frontend, call: ParsedCall) -> list[dict[str, Any]]:

@@ -1,0 +1,201 @@
+"""Forms in which models call tools, by family: what a template can't say, and grammars of calls that have to come."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from longctx.serving.request.grammar import WHITESPACE, from_lark
+from longctx.serving.server.chat_schemas import Function
+
+Family = Literal["hermes", "mistral", "llama3_json", "pythonic"]
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolFormat(NamedTuple):
+    """Form of a call.
+
+    Attributes:
+      begin: text that begins one, or several; empty: the answer does.
+      end: text that ends one; empty: the call itself does.
+      key: of its arguments.
+    """
+
+    family: Family
+    begin: str
+    end: str = ""
+    key: str = "arguments"
+
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # Qwen's too
+    "mistral": ToolFormat("mistral", "[TOOL_CALLS]"),
+    "llama3_json": ToolFormat("llama3_json", "", key="parameters"),
+    "pythonic": ToolFormat("pythonic", ""),
+}
+PARSERS = ("auto", *FORMATS)
+PYTHON_TAG = "<|python_tag|>"
+"""May stand before calls of the families that have no marker of their own."""
+
+
+def find_format(parser: str, template: str | None) -> ToolFormat:
+    """Return the format of a model's calls: that of a name, or with `auto` the one that its template speaks of."""
+    if parser != "auto":
+        return FORMATS[parser]
+    text = template or ""
+    if "[TOOL_CALLS]" in text:
+        return FORMATS["mistral"]
+    if "<tool_call>" not in text and (PYTHON_TAG in text or '"parameters"' in text):
+        return FORMATS["llama3_json"]
+    return FORMATS["hermes"]
+
+
+def describe_tools(tools: Sequence[Function]) -> str:
+    """Return a system's text about tools, for a template that does not know any; calls have the form of `hermes`."""
+    listed = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in tools)
+    return (
+        "You may call functions. Their signatures are within <tools></tools>:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        "To call one, answer with a JSON object of its name and arguments within <tool_call></tool_call>:\n"
+        '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>'
+    )
+
+
+def _described(tool: Function) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude_none=True)}
+
+
+def written_call(name: str, arguments: str) -> str:
+    """Return a call in the form of `hermes`."""
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def forced_grammar(form: ToolFormat, tools: Sequence[Function], is_parallel: bool, marker: str | None) -> str:
+    """Make the grammar of answers that call one of the tools, or several.
+
+    Args:
+      form: not `pythonic`.
+      is_parallel: whether there may be several.
+      marker: the form's beginning as Lark has it, where it is a special token; None: it is a text.
+    """
+    begin = json.dumps(form.begin) if marker is None else marker
+    names = " | ".join(f"call_{number}" for number in range(len(tools)))
+    lines = []
+    if form.family == "mistral":
+        more = ' ("," " "? one)*' if is_parallel else ""
+        lines += [f'start: {begin} " "? "[" one{more} "]"']
+    elif form.family == "hermes":
+        lines += ['start: tagged ("\\n" tagged)*' if is_parallel else "start: tagged"]
+        lines += [f'tagged: {begin} "\\n" one "\\n" {json.dumps(form.end)}']
+    else:
+        lines += ["start: one"]
+    lines += [f"one: {names}"]
+    for number, tool in enumerate(tools):
+        schema = dict(tool.parameters if tool.parameters is not None else NO_ARGUMENTS)
+        schema = {"type": "object"} | schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{form.key}": ')
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema)}"]
+    return from_lark("\n".join(lines))
+
+
+def strict_grammar(form: ToolFormat, tools: Sequence[Function]) -> str | None:
+    """Make the grammar of texts whose calls follow their schemas; None: no tool asks for it, or the form has none."""
+    if form.family != "hermes" or not any(tool.strict for tool in tools):
+        return None
+    from llguidance import StructTag
+
+    tags = []
+    for tool in tools:
+        schema = tool.parameters if tool.parameters is not None else NO_ARGUMENTS
+        schema = {"type": "object"} | (dict(schema) if tool.strict else {})
+        schema |= {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        head = f'{form.begin}\n{{"name": {json.dumps(tool.name)}, "{form.key}": '
+        tags.append(StructTag(trigger=form.begin, begin=head, grammar=schema, end=f"}}\n{form.end}"))
+    return from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+class Call(NamedTuple):
+    """A call; `arguments` are JSON, as a text."""
+
+    name: str
+    arguments: str
+
+
+def parse_json_calls(text: str) -> list[Call]:
+    """Return the calls of a text of JSON objects, in a list or one after another.
+
+    Raises:
+      ValueError: it is none.
+    """
+    decoder, found, at = json.JSONDecoder(), list[Call](), 0
+    text = text.strip()
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError("too deep") from None
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+                raise ValueError("no call")
+            given = each.get("arguments", each.get("parameters", {}))
+            found.append(Call(each["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)))
+        at = _after(text, at, ";, \n\t")
+    if not found:
+        raise ValueError("no call")
+    return found
+
+
+_NAMED = re.compile(r"\s*([\w.-]{1,128})\s*(?:\[ARGS\])?\s*(?=\{)")
+
+
+def parse_mistral_calls(text: str) -> list[Call]:
+    """Return the calls after `[TOOL_CALLS]`: a list of objects, or names and arguments; ValueError: there are none."""
+    text = text.removeprefix("[TOOL_CALLS]").strip()
+    if text.startswith(("[", "{")):
+        return parse_json_calls(text)
+    found = []
+    for part in text.split("[TOOL_CALLS]"):
+        head = _NAMED.match(part)
+        if head is None:
+            raise ValueError("no call")
+        json.loads(part[head.end() :])
+        found.append(Call(head[1], part[head.end() :].strip()))
+    return found
+
+
+def parse_python_calls(text: str) -> list[Call]:
+    """Return the calls of a Python list of calls with keyword arguments, which are literals; ValueError: it is none."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise ValueError("no call")
+        return list(_python_calls(tree))
+    except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
+        raise ValueError(f"no call: {type(error).__name__}") from None
+
+
+def _python_calls(tree: ast.List) -> Iterator[Call]:
+    for each in tree.elts:
+        if not isinstance(each, ast.Call) or each.args:
+            raise ValueError("no call")
+        arguments: dict[str, Any] = {}
+        for keyword in each.keywords:
+            if keyword.arg is None:
+                raise ValueError("no call")
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        yield Call(ast.unparse(each.func), json.dumps(arguments, ensure_ascii=False))
+
+
+PARSE: Mapping[Family, Callable[[str], list[Call]]] = {
+    "hermes": parse_json_calls,
+    "mistral": parse_mistral_calls,
+    "llama3_json": parse_json_calls,
+    "pythonic": parse_python_calls,
+}
+
+
+def _after(text: str, at: int, characters: str) -> int:
+    while at < len(text) and text[at] in characters:
+        at += 1
+    return at
