@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longctx.serving.server.auth import OPEN_PATHS, AuthMiddleware
-from longctx.serving.server.errors import IGNORED, ApiError
+from longctx.serving.server.errors import IGNORED, ApiError, error_response
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.limits import LIMIT_HEADERS
 from longctx.serving.server.routes.administration import administration_router, monitoring_router
@@ -92,7 +92,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):
         logger.error("a request failed: %s", type(error).__name__)  # the traceback follows from elsewhere
         error = ApiError(500, "the server failed: its log says why", code="internal_error")
-    return error.response
+    return error_response(request.url.path, error)
 
 
 def _describe_bodies(app: FastAPI) -> None:

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import ApiError, error_response
 from longctx.serving.server.limits import TenantLimit
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.settings import SCOPES, ApiKey, ServerSettings, is_loopback
@@ -276,7 +276,7 @@ class AuthMiddleware:
         try:
             self._admit(scope, headers, path, client)
         except ApiError as refused:
-            app, reason = refused.response, refused.message
+            app, reason = error_response(path, refused), refused.message
         scope.setdefault("state", {})["client"] = client
         try:
             await app(scope, receive, send_with_id)
@@ -329,7 +329,8 @@ class AuthMiddleware:
             client.scopes = _ALL if _is_local(scope, headers) else _ANONYMOUS
             return
         kind, _, sent = headers.get("authorization", "").partition(" ")
-        sent = sent.strip() if kind.lower() == "bearer" else ""
+        # Anthropic's clients send the key in a header of its own.
+        sent = sent.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
         found, tenant = keys.find(sent.encode("latin-1")), None
         if found is None and sent.startswith(_GRANT):
             tenant = keys.granted(sent)

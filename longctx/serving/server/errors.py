@@ -66,6 +66,28 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
 
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of `/v1/messages`."""
+    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(path: str, error: ApiError) -> Response:
+    """Return the answer to a request for a path, in the form of its API."""
+    body = anthropic_error(error) if path.startswith("/v1/messages") else error.body
+    return Response(msgspec.json.encode(body), error.status, error.headers, "application/json")
+
+
 def no_such_model(name: str) -> ApiError:
     """Return the answer to a request for another model."""
     return ApiError(404, f"the model {name[:80]!r} does not exist", "model", "model_not_found")

@@ -23,6 +23,7 @@ from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
 from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
+from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Delivery, EventDispatcher, Stream
@@ -55,6 +56,7 @@ class Frontend(ABC):
       keys: that open it.
       audit: log of what its administrators do, and of who is refused.
       calls: the active ones, by id.
+      responses: of `/v1/responses` that are kept.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
       transfers: move requests between this engine and others; None: requests stay.
     """
@@ -74,6 +76,7 @@ class Frontend(ABC):
         self.keys, self.audit = KeyRing(settings.keys, needs_key=bool(settings.api_keys)), AuditLog(settings.audit_log)
         self.bodies = Bodies(settings, parser.max_length)
         self.calls: dict[str, ActiveCall] = {}
+        self.responses = ResponseStore()
         self.failures: dict[str, ApiError] = {}
         self._num_starting = 0
         self.is_draining = False
@@ -168,7 +171,8 @@ class Frontend(ABC):
         return [
             active
             for call_id, active in self.calls.items()
-            if name in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}")
+            if name.removeprefix("cmpl-").removeprefix("chatcmpl-").removeprefix("msg_").removeprefix("resp_")
+            in (active.shown_id, call_id)
         ]
 
     @property

@@ -18,13 +18,18 @@ from longctx.serving.server.answer_parts import AnswerFormat
 from longctx.serving.server.chat_format import ChatFormat, ChatPrompt
 from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields, Message, TokenizeBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
+from longctx.serving.server.messages_schemas import CountBody, MessagesBody
+from longctx.serving.server.responses_schemas import ResponsesBody
+from longctx.serving.server.responses_store import History
 from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, GenerationBody
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.structured import NamedGrammar
 from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, strict_grammar
 
-Kind = Literal["completions", "chat", "tokenize", "detokenize", "cache"]
+Kind = Literal["completions", "chat", "messages", "count_tokens", "responses", "tokenize", "detokenize", "cache"]
 """The methods of `RequestParser`."""
+
+Api = Literal["openai", "anthropic", "responses"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -65,7 +70,7 @@ class Document(NamedTuple):
 class Origin(NamedTuple):
     """Source of a call: its tenant, the id of its requests, and targets that its headers bring, in seconds.
 
-    `prefix`: of the cache that its body names.
+    `prefix`: of the cache that its body names; `history`: of the response that it names.
     """
 
     tenant: str = ""
@@ -73,6 +78,7 @@ class Origin(NamedTuple):
     ttft: float | None = None
     tpot: float | None = None
     prefix: Prefix | None = None
+    history: History | None = None
 
 
 class ParsedCall(NamedTuple):
@@ -84,6 +90,10 @@ class ParsedCall(NamedTuple):
       texts: of the prompts, where the answer repeats them.
       copies: how many choices each completion makes: more than one where all would be the same.
       answer: what the answers of a chat may have besides text; None: nothing.
+      api: whose form the answer has.
+      ignored: names of fields that are not known.
+      echo: fields of the answer that repeat those of the request, in `/v1/responses`.
+      before, messages: of its history and its own; None: the response is not to be kept.
     """
 
     body: GenerationBody
@@ -91,6 +101,11 @@ class ParsedCall(NamedTuple):
     texts: list[str]
     copies: int
     answer: AnswerFormat | None = None
+    api: Api = "openai"
+    ignored: tuple[str, ...] = ()
+    echo: dict[str, Any] | None = None
+    before: Sequence[Message] = ()
+    messages: list[Message] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -154,7 +169,30 @@ class RequestParser:
 
     def chat(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/chat/completions`."""
-        fields = parse_fields(ChatBody, body)
+        return self._chat(parse_fields(ChatBody, body), origin)
+
+    def messages(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of Anthropic's `/v1/messages`."""
+        fields = parse_fields(MessagesBody, body)
+        call = self._chat(fields.whole_chat(), origin)
+        return call._replace(api="anthropic", ignored=fields.ignored)
+
+    def responses(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of `/v1/responses`."""
+        fields, history = parse_fields(ResponsesBody, body), origin.history
+        before = [] if history is None else history.messages
+        root = f"resp_{origin.request_id}" if history is None else history.root
+        call = self._chat(fields.chat(before, root if fields.store is not False else None), origin)
+        kept = fields.messages if fields.store is not False else None
+        return call._replace(api="responses", ignored=fields.ignored, echo=fields.echo(), before=before, messages=kept)
+
+    def count_tokens(self, body: bytes, origin: Origin) -> int:
+        """Parse a body of `/v1/messages/count_tokens`: return the tokens of the prompt."""
+        chat = parse_fields(CountBody, body).chat()
+        self._check_model(chat.model)
+        return len(self._chat_prompt(chat).tokens)
+
+    def _chat(self, fields: ChatBody, origin: Origin) -> ParsedCall:
         self._check_model(fields.model)
         before = _check_prefix(fields, origin.prefix)
         if before is not None:
@@ -313,7 +351,7 @@ class RequestParser:
             # The tokens are there once, and travel once.
             prompt: Any = prepared.tokens
             requests.append(prepared._replace(request=dataclasses.replace(request, prompt=prompt)))
-        return ParsedCall(fields.model_copy(update=no_prompts), requests, texts, copies)
+        return ParsedCall(fields.model_copy(update=no_prompts), requests, texts, copies, ignored=fields.ignored)
 
     def _request(
         self, fields: GenerationBody, ids: np.ndarray, sampling: SamplingParams, origin: Origin, number: int | None
@@ -359,6 +397,18 @@ def parse_body(parser: RequestParser, kind: Kind, body: bytes, origin: Origin) -
         return getattr(parser, kind)(body, origin)
     except (TypeError, ValueError) as error:
         raise not_servable(error) from None
+
+
+def response_named(body: bytes) -> str | None:
+    """Return the response that a body goes on after; None: none, or the body is not valid."""
+    try:
+        return msgspec.json.decode(body, type=_After).previous_response_id
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+class _After(msgspec.Struct):
+    previous_response_id: str | None = None
 
 
 def cache_named(body: bytes) -> str | None:

@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from fastapi.sse import format_sse_event
 from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
 from longctx.serving.server.answer_parts import AnswerReader, Part, joined_parts
 from longctx.serving.server.chat_schemas import ChatBody
+from longctx.serving.server.errors import ApiError
 from longctx.serving.server.request_parser import ParsedCall, token_text
 from longctx.serving.server.schemas import CompletionBody
 
@@ -181,13 +183,51 @@ class LogprobLists:
         return Raw(b"".join([*pieces, b"}"]))
 
 
-class ResponseWriter(ABC):
-    """Writes what a call's client gets. Choices are numbered over all prompts; each copy of a choice is written.
+def sse(data: bytes, event: str | None = None) -> bytes:
+    """Return an event of a stream."""
+    return format_sse_event(data_str=data.decode(), event=event)
+
+
+class Writer(ABC):
+    """Writes what a call's client gets, in the form of an API.
 
     Attributes:
       transfer_params: `kv_transfer_params` of the whole answer.
+      done: event after the last one.
     """
 
+    transfer_params: dict[str, Any] | None
+    done: bytes
+
+    @abstractmethod
+    def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Any:
+        """Return the answer of all outputs, by the number of the request and their index."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[Any]:
+        """Yield the chunks before any token."""
+
+    @abstractmethod
+    def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Any]:
+        """Yield the chunks of the events of a request."""
+
+    @abstractmethod
+    def end(self) -> Iterator[Any]:
+        """Yield the chunks after all others."""
+
+    def event(self, chunk: Any) -> bytes:
+        """Return a chunk as an event of a stream."""
+        return sse(encode(chunk))
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the event of an error, which is the last one."""
+        return sse(encode(error.body))
+
+
+class ResponseWriter(Writer):
+    """Writer of OpenAI's completions and chats. Choices are numbered over all prompts; each copy of one is written."""
+
+    done = sse(b"[DONE]")
     prefix: str
     object: str
     chunk_object: str
@@ -205,7 +245,6 @@ class ResponseWriter(ABC):
         self.transfer_params: dict[str, Any] | None = None
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
-        """Return the answer of all outputs, by the number of the request and their index."""
         choices: list[Choice] = []
         for (number, index), output in sorted(outputs.items()):
             self._count(number, self._kept(output.token_ids), output)
@@ -216,7 +255,6 @@ class ResponseWriter(ABC):
         return answer
 
     def begin(self) -> Iterator[Answer]:
-        """Yield the chunks before any token."""
         for number in range(len(self._call.requests)):
             for choice in range(number * self._call.num_choices, (number + 1) * self._call.num_choices):
                 first = self._first(choice, number)
@@ -224,7 +262,6 @@ class ResponseWriter(ABC):
                     yield self._chunk(first)
 
     def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Answer]:
-        """Yield the chunks of the events of a request."""
         for event in events:
             tokens = self._kept(event.token_ids)
             self._count(number, tokens, event.output)
@@ -422,9 +459,3 @@ class CompletionWriter(ResponseWriter):
     def _kept(self, tokens: Sequence) -> Sequence:
         """Return no tokens, if the client asked for none: the engine makes at least one."""
         return tokens if self._keeps else tokens[:0]
-
-
-def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
-    """Return the writer of a call's API."""
-    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
-    return kind(call, call_id, model, token_bytes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -9,17 +10,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from fastapi.sse import KEEPALIVE_COMMENT
 
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
-from longctx.serving.server.chat_schemas import CacheBody, ChatBody, TokenizeBody
+from longctx.serving.server.chat_schemas import CacheBody, ChatBody, Message, TokenizeBody
 from longctx.serving.server.errors import IGNORED, ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
+from longctx.serving.server.messages_schemas import CountBody, MessagesBody
+from longctx.serving.server.messages_writer import MessagesWriter
 from longctx.serving.server.preparer import unless_gone
-from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
-from longctx.serving.server.response_writer import ResponseWriter, encode, make_writer
+from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall, response_named
+from longctx.serving.server.response_writer import ChatWriter, CompletionWriter, Writer, encode
+from longctx.serving.server.responses_schemas import Item, ResponsesBody, to_messages
+from longctx.serving.server.responses_store import History
+from longctx.serving.server.responses_writer import ResponsesWriter
 from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, body_of
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import begin_transfer, response_params
@@ -66,6 +72,39 @@ def openai_router(server: Frontend) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _respond(server, request, "chat")
+
+    @router.post("/v1/messages", openapi_extra=body_of(MessagesBody))
+    async def messages(request: Request) -> Response:
+        """Answer a chat in the form of Anthropic's API."""
+        return await _respond(server, request, "messages")
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a message's prompt."""
+        return _json({"input_tokens": await prepare(request, "count_tokens")})
+
+    @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
+    async def create_response(request: Request) -> Response:
+        """Answer in the form of OpenAI's newer API, after an earlier response if there is one."""
+        return await _respond(server, request, "responses")
+
+    @router.get("/v1/responses/{response_id}")
+    async def get_response(request: Request, response_id: str) -> Response:
+        """Return a response that is kept."""
+        return _json(server.responses.get(client_of(request).tenant, response_id).response)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Forget a response."""
+        server.responses.delete(client_of(request).tenant, response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        """List the items of a response's input."""
+        items = server.responses.get(client_of(request).tenant, response_id).items
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return _json({"object": "list", "data": items, "has_more": False} | ends)
 
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
@@ -144,7 +183,11 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     client = client_of(request)
     call_id = client.request_id
     async with server.bodies.read(request) as body:
-        call = await unless_gone(request, server.read(kind, body, origin_of(request)))
+        origin = origin_of(request)
+        name = response_named(body) if kind == "responses" else None
+        if name is not None:
+            origin = origin._replace(history=server.responses.get(client.tenant, name, "previous_response_id").history)
+        call = await unless_gone(request, server.read(kind, body, origin))
     params = call.body.kv_transfer_params
     if client.is_granted and not (params is not None and params.do_remote_decode and not params.do_remote_prefill):
         message = "a grant is for prompts that are read for another server: kv_transfer_params with do_remote_decode"
@@ -163,8 +206,8 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
         settle(0)
         raise
     active.settle = settle
-    writer = make_writer(call, call_id, server.model_name, server.token_bytes)
-    ignored = _note_ignored(call.body.ignored)
+    writer = _make_writer(server, call, call_id)
+    ignored = _note_ignored(call.ignored)
     if call.body.stream:
         return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED | ignored)
     try:
@@ -177,6 +220,33 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     if size > _LARGE:  # other clients don't wait for it
         return await asyncio.to_thread(lambda: _json(writer.whole(outputs), ignored))
     return _json(writer.whole(outputs), ignored)
+
+
+def _keep_response(server: Frontend, call: ParsedCall, response: dict[str, Any]) -> None:
+    """Keep a response whose client has not said otherwise."""
+    if call.messages is None:
+        return
+    fields = [Item.model_validate(item) for item in response["output"]]
+    history = [*call.before, *call.messages, *to_messages(fields)]
+    tenant, root = call.requests[0].request.tenant, call.body.prompt_cache_key or response["id"]
+    items = [
+        {
+            "id": f"item_{number}",
+            "type": "message",
+            "role": each.role,
+            "content": [{"type": "input_text", "text": each.text}],
+        }
+        for number, each in enumerate(call.messages)
+    ]
+    server.responses.add(tenant, response, History(history, root), items)
+
+
+def _as_item(message: Message) -> dict[str, Any]:
+    """Return a message as an item of an input."""
+    if message.role == "tool":
+        return {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text}
+    kind = "output_text" if message.role == "assistant" else "input_text"
+    return {"type": "message", "role": message.role, "content": [{"type": kind, "text": message.text}]}
 
 
 def _most_tokens(prepared: PreparedRequest) -> int:
@@ -217,25 +287,36 @@ def _seconds(name: str, milliseconds: str) -> float:
     return value / 1000
 
 
-async def _chunks(active: ActiveCall, writer: ResponseWriter) -> AsyncIterator[bytes]:
+async def _chunks(active: ActiveCall, writer: Writer) -> AsyncIterator[bytes]:
     """Yield the events of a stream. An error is one of them, which is the last."""
     try:
-        if first := b"".join(_event(encode(chunk)) for chunk in writer.begin()):
+        if first := b"".join(map(writer.event, writer.begin())):
             yield first
         while active.is_open:
             taken = await active.take()
-            pieces = [_event(encode(piece)) for number, events in taken for piece in writer.pieces(number, events)]
+            pieces = [writer.event(piece) for number, events in taken for piece in writer.pieces(number, events)]
             if pieces or not taken:
                 yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
-        last = [encode(chunk) for chunk in writer.end()]
+        last = b"".join(map(writer.event, writer.end())) + writer.done
     except ApiError as error:
-        yield _event(encode(error.body))
+        yield writer.error(error)
         return
-    yield b"".join(map(_event, [*last, b"[DONE]"]))
+    if last:
+        yield last
 
 
-def _event(data: bytes) -> bytes:
-    return format_sse_event(data_str=data.decode())
+def _make_writer(server: Frontend, call: ParsedCall, call_id: str) -> Writer:
+    """Return the writer of a call's API."""
+    kind: type[MessagesWriter | ChatWriter | CompletionWriter] = CompletionWriter
+    if call.api == "responses":
+        responses = ResponsesWriter(call, call_id, server.model_name, server.token_bytes)
+        responses.keep = functools.partial(_keep_response, server, call)
+        return responses
+    if call.api == "anthropic":
+        kind = MessagesWriter
+    elif isinstance(call.body, ChatBody):
+        kind = ChatWriter
+    return kind(call, call_id, server.model_name, server.token_bytes)
 
 
 def _json(answer: Any, headers: dict[str, str] | None = None) -> Response:

@@ -1,0 +1,135 @@
+"""Writer of `/v1/messages`: one message, or its events."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from longctx.models.tokenizer import TokenBytes
+from longctx.serving.request.output import Event, Output
+from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader, Kind, Part, joined_parts
+from longctx.serving.server.errors import ApiError, anthropic_error
+from longctx.serving.server.request_parser import ParsedCall
+from longctx.serving.server.response_writer import Writer, encode, sse
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn"}
+
+
+class MessagesWriter(Writer):
+    """Writer of Anthropic's messages: blocks of thinking, text and uses of tools."""
+
+    done = b""
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        self._call, self._model, self.id = call, model, f"msg_{call_id}"
+        self._reader = AnswerReader(call.answer or AnswerFormat())
+        self._num_prompt = len(call.requests[0].tokens)
+        self._open: Kind | None = None  # of the block that is written
+        self._count = 0  # of blocks
+        stop = call.body.stop
+        self._stops = [stop] if isinstance(stop, str) else list(stop or ())
+        self.transfer_params = None
+
+    def whole(self, outputs: Mapping[tuple[int, int], Output]) -> dict[str, Any]:
+        output = outputs[0, 0]
+        text, stopped = self._without_stop(output.text, output)
+        parts = joined_parts([*self._reader.push(text), *self._reader.finish()])
+        content = [_block(part) for part in parts if part.text or part.kind == "tool_call"]
+        reason = self._reason(output, stopped)
+        return self._message(content) | reason | {"usage": self._usage(output)}
+
+    def begin(self) -> Iterator[Any]:
+        usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield {"type": "message_start", "message": message}
+
+    def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Any]:
+        for event in events:
+            output = event.output
+            text, stopped = (event.text, None) if output is None else self._without_stop(event.text, output)
+            parts = self._reader.push(text)
+            if output is None:
+                yield from self._written(parts)
+                continue
+            yield from self._written([*parts, *self._reader.finish()])
+            yield from self._close()
+            delta = self._reason(output, stopped)
+            yield {"type": "message_delta", "delta": delta, "usage": self._usage(output)}
+            yield {"type": "message_stop"}
+
+    def end(self) -> Iterator[Any]:
+        return iter(())
+
+    def event(self, chunk: Any) -> bytes:
+        return sse(encode(chunk), chunk["type"])
+
+    def error(self, error: ApiError) -> bytes:
+        return sse(encode(anthropic_error(error)), "error")
+
+    def _written(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        for part in parts:
+            if part.kind != self._open or part.name is not None:
+                yield from self._close()
+                self._open = part.kind
+                yield {
+                    "type": "content_block_start",
+                    "index": self._count,
+                    "content_block": _block(part, is_begun=True),
+                }
+            if part.text:
+                kind, field = _DELTAS[part.kind]
+                yield {"type": "content_block_delta", "index": self._count, "delta": {"type": kind, field: part.text}}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            yield {"type": "content_block_stop", "index": self._count}
+            self._open, self._count = None, self._count + 1
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+    def _reason(self, output: Output, stopped: str | None) -> dict[str, Any]:
+        reason = _REASONS.get(output.finish_reason, "end_turn")
+        if stopped is not None:
+            reason = "stop_sequence"
+        elif self._reader.num_calls and output.finish_reason == "stop":
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _without_stop(self, text: str, output: Output) -> tuple[str, str | None]:
+        """Return the last text without the stop string that ends it, and that."""
+        if output.finish_reason == "stop":
+            found = max((stop for stop in self._stops if text.endswith(stop)), key=len, default=None)
+            if found is not None:
+                return text.removesuffix(found), found
+        return text, None
+
+    def _usage(self, output: Output) -> dict[str, Any]:
+        cached = min(output.metrics.cached_tokens, self._num_prompt)
+        return {
+            "input_tokens": self._num_prompt - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": output.metrics.output_tokens,
+        }
+
+
+_DELTAS: Mapping[Kind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+
+
+def _block(part: Part, is_begun: bool = False) -> dict[str, Any]:
+    """Return a part as a block; one that is only begun has nothing in it."""
+    text = "" if is_begun else part.text
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    identity = (part.call_id or "").replace("call_", "toolu_")
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError:  # cut off by max_tokens
+        given = {}
+    return {"type": "tool_use", "id": identity, "name": part.name, "input": given}
