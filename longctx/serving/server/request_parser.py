@@ -182,7 +182,12 @@ class RequestParser:
         fields, history = parse_fields(ResponsesBody, body), origin.history
         before = [] if history is None else history.messages
         root = f"resp_{origin.request_id}" if history is None else history.root
-        call = self._chat(fields.chat(before, root if fields.store is not False else None), origin)
+        try:
+            call = self._chat(fields.chat(before, root if fields.store is not False else None), origin)
+        except (TypeError, ValueError) as error:  # the client gave these fields under other names
+            newer = {"max_completion_tokens": "max_output_tokens", "response_format:": "text:"}
+            name, rest = str(error).split(" ", 1)
+            raise type(error)(f"{newer.get(name, name)} {rest}") from None
         kept = fields.messages if fields.store is not False else None
         return call._replace(api="responses", ignored=fields.ignored, echo=fields.echo(), before=before, messages=kept)
 
