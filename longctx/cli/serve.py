@@ -111,6 +111,7 @@ def _serve(
     listener: socket.socket | None,
     tls: Tls | None,
 ) -> int:
+    from longctx.serving.server import logs
     from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
 
@@ -129,6 +130,8 @@ def _serve(
     def warm_up(engine: Engine) -> None:
         _log.info(describe_kernels(loader.model, config, loader.dtype))
         show_compiling(engine.warm_up, console, engine)
+        pages, size = engine.num_pages * engine.plan.context, config.page_size
+        console.note(f"KV cache {pages * size:,} tokens: {pages:,} pages of {size}")
         console.note(f"ready    {names[0]} at {url}")
 
     transfers = None if options.role is None else functools.partial(make_transfers, options, tls)
@@ -138,7 +141,11 @@ def _serve(
     watch_keys(server.keys, options)
     http, page_hash = HttpServer(server, tls=tls), engine.core.page_hash
     interrupts.leave_to_python()
-    with recorder or contextlib.nullcontext(), joining(options, url, lambda: server.is_open, page_hash, tls):
+    with (
+        recorder or contextlib.nullcontext(),
+        logs.shown("longctx.access", settings.observers.log_format, is_quiet=options.quiet),
+        joining(options, url, lambda: server.is_open, page_hash, tls),
+    ):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()

@@ -131,6 +131,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
         server = make_server(addresses)
         watch_keys(server.keys, options)
         _log_requests(observers, stack, server.cluster)
+        stack.enter_context(logs.shown("longctx.access", observers.log_format, is_quiet=options.quiet))
         http = HttpServer(server, make_router_app(server), tls, needs_certificate=False)  # its users have keys
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()

@@ -132,6 +132,7 @@ class RouterMetrics(RenderedMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, for `prometheus_client`."""
+        yield from self.more()
         yield from self._of_clients()
         yield from self._of_instances()
         yield from self._of_decisions()

@@ -60,7 +60,7 @@ def abstract_state(
 
 
 class Drawing(NamedTuple):
-    """What `ModelRunner.draw` draws tokens from: the last rows of a step, and its packed `SampleInputs`."""
+    """Input of `ModelRunner.draw`: the last rows of a step, and its packed `SampleInputs`."""
 
     shape: Shape
     level: SamplingLevel

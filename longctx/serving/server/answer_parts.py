@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class AnswerFormat(NamedTuple):
-    """What an answer may have besides text.
+    """Parts that an answer may have besides text.
 
     Attributes:
       tools: form of calls; None: it has none.

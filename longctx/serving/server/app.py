@@ -70,6 +70,7 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
         settings=server.settings,
         keys=server.keys,
         audit=server.audit,
+        http=server.http,
         count_refusal=server.count_refusal,
     )
     if server.settings.allow_origins:

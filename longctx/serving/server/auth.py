@@ -23,6 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longctx.serving.server.access import HttpRequests, Usage
 from longctx.serving.server.errors import ApiError, error_response
 from longctx.serving.server.limits import TenantLimit
 from longctx.serving.server.logs import AuditLog
@@ -71,6 +72,7 @@ class Client:
       limit: of its tenant; None: of requests that another server has counted, or that no key sends.
       subject: what an administrative action is done to, for the audit log.
       is_granted: whether a router lets it have a prompt of this tenant read here, and do nothing else.
+      usage: of its call, if it makes one.
     """
 
     tenant: str
@@ -81,6 +83,7 @@ class Client:
     limit: TenantLimit | None = None
     subject: str = ""
     is_granted: bool = False
+    usage: Usage | None = None
 
     def may(self, *scopes: KeyScope) -> bool:
         """Return whether its key has one of these scopes, or is an administrator's."""
@@ -233,6 +236,7 @@ class AuthMiddleware:
 
     Args:
       count_refusal: is called with refusals by limits of tenants.
+      http: notes all requests.
     """
 
     def __init__(
@@ -242,8 +246,10 @@ class AuthMiddleware:
         keys: KeyRing,
         audit: AuditLog,
         count_refusal: Callable[[ApiError], object] = lambda error: None,
+        http: HttpRequests | None = None,
     ) -> None:
         self._app, self._settings, self._keys, self._audit = app, settings, keys, audit
+        self._http = http or HttpRequests(False)
         self._count_refusal = count_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -261,7 +267,7 @@ class AuthMiddleware:
             request_id, shown = f"{sent}-{request_id[:8]}", sent
         client = Client("", frozenset(), request_id, shown)
         path = scope["path"].rstrip("\n")  # routes match a path with a line feed, too
-        status, reason = 500, None
+        status, reason, begun = 500, None, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -282,6 +288,9 @@ class AuthMiddleware:
             await app(scope, receive, send_with_id)
         finally:
             self._note(scope, path, client, status, reason)
+            if path not in OPEN_PATHS or status != 200:
+                route, seconds = getattr(scope.get("route"), "path", None), time.monotonic() - begun
+                self._http.note(scope["method"], path, route, status, seconds, client.tenant, client.usage)
 
     def _admit(self, scope: Scope, headers: Headers, path: str, client: Client) -> None:
         """Set who a client is and what it may do; raise ApiError if it has no access."""

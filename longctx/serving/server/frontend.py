@@ -18,6 +18,7 @@ from longctx.serving.engine.active_request import Sink
 from longctx.serving.engine.admission_control import Refused, check_logprobs
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.access import HttpRequests, Usage
 from longctx.serving.server.auth import KeyRing
 from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.logs import AuditLog
@@ -55,6 +56,7 @@ class Frontend(ABC):
       metrics: of this server. A subclass sets them.
       keys: that open it.
       audit: log of what its administrators do, and of who is refused.
+      http: log and metrics of HTTP requests.
       calls: the active ones, by id.
       responses: of `/v1/responses` that are kept.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
@@ -74,6 +76,7 @@ class Frontend(ABC):
         self.token_bytes = TokenBytes(parser.tokenizer)
         self.preparer = Preparer(parser, settings.prepare_processes)
         self.keys, self.audit = KeyRing(settings.keys, needs_key=bool(settings.api_keys)), AuditLog(settings.audit_log)
+        self.http = HttpRequests(settings.access_log)
         self.bodies = Bodies(settings, parser.max_length)
         self.calls: dict[str, ActiveCall] = {}
         self.responses = ResponseStore()
@@ -182,6 +185,7 @@ class Frontend(ABC):
 
     def start(self) -> None:
         """Begin to serve; call it in the event loop."""
+        self.metrics.more = self.http.collect
         loop = asyncio.get_running_loop()
         self._dispatcher = EventDispatcher(loop)
         self.preparer.start()
@@ -231,6 +235,7 @@ class ActiveCall:
     Attributes:
       submitted: ids of all its requests.
       num_tokens: of its prompts, and of its completions that have ended.
+      usage: of its requests.
       settle: is called with them at the end, if all have.
     """
 
@@ -245,6 +250,7 @@ class ActiveCall:
         self.call, self.shown_id, self._server, self._received = call, shown_id, server, received
         self.submitted: list[str] = []
         self.num_tokens = sum(len(prepared.tokens) for prepared in call.requests)
+        self.usage = Usage(self.num_tokens)
         self.settle: Callable[[int], object] = lambda used: None
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(server.settings.stream_buffer * len(call.requests), self.cancel)
@@ -290,6 +296,7 @@ class ActiveCall:
                     raise ApiError(500, output.error or "the request failed", code="engine_error")
                 indices.discard(event.index)
                 self.num_tokens += output.metrics.output_tokens
+                self.usage.ended.append(output.metrics)
             if not indices:
                 del self._open[number]
         return taken

@@ -3,12 +3,13 @@
 Prompts and answers are not logged unless that is asked for.
 """
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +51,23 @@ def install(form: LogFormat, stream: TextIO) -> Callable[[], None]:
         handler.close()
 
     return uninstall
+
+
+@contextlib.contextmanager
+def shown(name: str, form: LogFormat | None, is_quiet: bool = False) -> Iterator[None]:
+    """Send one log to standard error, as text, unless a format is given, by which all are sent there."""
+    if form is not None or is_quiet:
+        yield
+        return
+    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("text"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
 
 
 class RequestLog:

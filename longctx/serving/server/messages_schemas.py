@@ -86,7 +86,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """What is counted, and what a message is made of."""
+    """Fields that count for the tokens of a prompt."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -143,6 +143,7 @@ class ServerMetrics(RenderedMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, for `prometheus_client`."""
+        yield from self.more()
         yield from self._of_vllm()
         yield from self._of_scheduler()
         store = self._engine.pages.store

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -47,11 +47,14 @@ class Histogram:
         for value, count in Counter(values).items():
             self.observe(value, count)
 
+    def totals(self) -> tuple[list[tuple[str, float]], float]:
+        """Return how many values are up to each bound, and their sum."""
+        totals = itertools.accumulate(self.counts.copy())
+        return list(zip([*map(str, self.bounds), "+Inf"], totals, strict=True)), self.sum
+
     def family(self, name: str, labels: Mapping[str, str]) -> Metric:
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
-        totals = itertools.accumulate(self.counts.copy())
-        bounds = [*map(str, self.bounds), "+Inf"]
-        family.add_metric(list(labels.values()), list(zip(bounds, totals, strict=True)), self.sum)
+        family.add_metric(list(labels.values()), *self.totals())
         return family
 
 
@@ -76,7 +79,13 @@ def _fill(family: CounterMetricFamily | GaugeMetricFamily, labels: Mapping[str, 
 
 
 class RenderedMetrics(ABC):
-    """Collector of `prometheus_client` that is rendered seldom; a subclass calls `_register` when it is whole."""
+    """Collector of `prometheus_client` that is rendered seldom; a subclass calls `_register` when it is whole.
+
+    Attributes:
+      more: yields families of others.
+    """
+
+    more: Callable[[], Iterable[Metric]] = tuple
 
     def _register(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)

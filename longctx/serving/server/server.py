@@ -11,6 +11,7 @@ from longctx.models.chat_template import ChatTemplate
 from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl
 from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT
 from longctx.serving.server.caches import Caches
@@ -26,6 +27,7 @@ from longctx.serving.server.transfers import Received, Transfers
 logger = logging.getLogger(__name__)
 
 _WARMING_RETRY = 5.0
+_REPORT_SECONDS = 10.0  # between two lines of the log about the load
 
 
 class Server(Frontend):
@@ -165,6 +167,14 @@ class Server(Frontend):
         super().start()
         # A compilation can't be interrupted, and nothing is to wait for it at the end.
         threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
+        asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report, self.engine.stats(), self.now())
+
+    def _report(self, since: EngineStats, then: float) -> None:
+        """Log the load now and then."""
+        stats, now = self.engine.stats(), self.now()
+        if now > then:
+            self.http.report_load(stats, since, now - then, self.engine.num_pages * self.engine.plan.context)
+        asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report, stats, now)
 
     def drain(self) -> None:
         super().drain()

@@ -170,6 +170,8 @@ class ServerSettings:
       tokens_per_minute: tokens of such requests, those of the prompt and those that the answer may have.
       audit_log: file of administrative actions, refusals and failed authentication, a line of JSON each; `-` is
         standard error. None: there is none.
+      access_log: log a line for each HTTP request: its method, path, status, seconds, tokens and tenant. Probes that
+        are answered have none.
       max_body_bytes: bytes of a request's body, at most. None: 1 MiB, and 16 for each token of the longest sequence.
       max_header_bytes: bytes of a request's headers, at most.
       max_connections: connections of clients, at most; no more than half of the descriptors that the process may have.
@@ -207,6 +209,7 @@ class ServerSettings:
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     audit_log: Path | None = None
+    access_log: bool = True
     max_body_bytes: Positive | None = None
     max_header_bytes: Annotated[int, Range(256)] = 32 * 2**10
     max_connections: Positive = 16_384

@@ -29,7 +29,8 @@ TEMPLATE = ChatTemplate(
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
     "{% for m in messages %}{{ m.role }}: "
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{{ '\\n' }}"
+    "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}"
+    "{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>\n{% endif %}{% endif %}",
 )
 SCHEMA = {

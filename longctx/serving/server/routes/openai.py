@@ -205,7 +205,7 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     except BaseException:
         settle(0)
         raise
-    active.settle = settle
+    active.settle, client.usage = settle, active.usage
     writer = _make_writer(server, call, call_id)
     ignored = _note_ignored(call.ignored)
     if call.body.stream:
