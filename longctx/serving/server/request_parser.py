@@ -17,6 +17,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.schemas import (
     CacheBody,
@@ -30,7 +31,7 @@ from longctx.serving.server.schemas import (
 )
 from longctx.serving.server.settings import ServerSettings
 
-Kind = Literal["completions", "chat", "tokenize", "detokenize", "cache"]
+Kind = Literal["completions", "chat", "embeddings", "tokenize", "detokenize", "cache"]
 """The methods of `RequestParser`."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -202,7 +203,7 @@ class RequestParser:
         fields = parse_fields(CompletionBody, body)
         self._check_model(fields.model)
         before = _check_prefix(fields, origin.prefix)
-        prompts = _prompts(fields)
+        prompts = _prompts(fields.prompt)
         if len(prompts) > self._settings.max_prompts:
             message = f"prompt must be at most {self._settings.max_prompts} prompts, got {len(prompts)}"
             raise ApiError(400, message, "prompt")
@@ -244,6 +245,26 @@ class RequestParser:
             raise type(error)(f"{(newer | {'logprobs': 'top_logprobs'}).get(name, name)} {rest}") from None
         return self._prepare(fields, {"messages": []}, [tokens], [sampling], origin, [])
 
+    def embeddings(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of `/v1/embeddings`."""
+        fields = parse_fields(EmbeddingBody, body)
+        self._check_model(fields.model)
+        fields.check_dimensions(self._input_processor.hidden_size)
+        inputs = _prompts(fields.input)
+        if len(inputs) > self._settings.max_prompts:
+            raise ApiError(400, f"input must be at most {self._settings.max_prompts}, got {len(inputs)}", "input")
+        tokens = []
+        for each in inputs:
+            ids = self._encode(each, fields.add_special_tokens is not False, fields.parse_special, "input")
+            if not each or not len(ids):  # a tokenizer may begin a text with a token of its own
+                raise ApiError(400, "input must have tokens, got none", "input")
+            if len(ids) >= self.max_length:  # the engine draws a token after them
+                raise self._too_long("input", f"{len(ids):,}, and one is drawn")
+            if max(ids) >= self.vocab_size:
+                raise ApiError(400, f"input must have tokens below {self.vocab_size}, got {max(ids)}", "input")
+            tokens.append(ids)
+        return self._prepare(fields, {"input": ""}, tokens, [fields.pooling_params()] * len(tokens), origin, [])
+
     def cache(self, body: bytes, origin: Origin) -> Document:
         """Parse a body of `/v1/caches`."""
         fields = parse_fields(CacheBody, body)
@@ -284,15 +305,17 @@ class RequestParser:
         if name and name not in self.names:
             raise no_such_model(name)
 
-    def _encode(self, prompt: str | Sequence[int], special: bool, parses_special: bool | None) -> np.ndarray:
+    def _encode(
+        self, prompt: str | Sequence[int], special: bool, parses_special: bool | None, name: str = "prompt"
+    ) -> np.ndarray:
         """Return the tokens of a prompt, int32 `[T]`; raise ApiError if it is longer than the longest sequence."""
         if not isinstance(prompt, str):
             if len(prompt) > self.max_length:
-                raise self._too_long("prompt", f"{len(prompt):,}")
+                raise self._too_long(name, f"{len(prompt):,}")
             return np.array(prompt, np.int32)
         encode = self.tokenizer.encode if parses_special else self.chat_format.encoder.encode
-        self._check_size("prompt", len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
-        self._check_head("prompt", prompt)
+        self._check_size(name, len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
+        self._check_head(name, prompt)
         return np.array(encode(prompt, special), np.int32)
 
     def _chat_tokens(self, fields: ChatFields) -> np.ndarray:
@@ -402,8 +425,7 @@ def _check_prefix(fields: GenerationBody, prefix: Prefix | None) -> Prefix | Non
     return prefix
 
 
-def _prompts(fields: CompletionBody) -> list[str | list[int]]:
-    prompt = fields.prompt
+def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [cast(str | list[int], prompt)]
     return cast(list[str | list[int]], prompt)

@@ -13,6 +13,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
+from longctx.serving.server.embeddings import EmbeddingBody, embedding_list
 from longctx.serving.server.errors import ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.preparer import unless_gone
@@ -68,6 +69,11 @@ def openai_router(server: Frontend) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _respond(server, request, "chat")
+
+    @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        """Return an embedding of each input."""
+        return await _respond(server, request, "embeddings")
 
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
@@ -165,6 +171,8 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
         settle(0)
         raise
     active.settle = settle
+    if isinstance(call.body, EmbeddingBody):
+        return await _embeddings(server, request, call.body, call_id, active)
     writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
@@ -178,6 +186,16 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     if size > _LARGE:  # other clients don't wait for it
         return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
     return _json(writer.whole(outputs))
+
+
+async def _embeddings(
+    server: Frontend, request: Request, body: EmbeddingBody, call_id: str, active: ActiveCall
+) -> Response:
+    try:
+        outputs = await unless_gone(request, active.outputs())
+    finally:
+        server.end_call(call_id)
+    return await asyncio.to_thread(lambda: _json(embedding_list(body, outputs, server.model_name)))
 
 
 def _most_tokens(prepared: PreparedRequest) -> int:
