@@ -135,9 +135,9 @@ def generated(tiny: Served, prompt: list[int]) -> list[int]:
 
 def test_a_client_that_leaves_ends_its_embeddings(letters: Served) -> None:
     letters.executor.go.clear()
+    body = {"input": ["Z" * 200] * 3, "pooling": "mean"}
     try:
         with pytest.raises(httpx.ReadTimeout):
-            body = {"input": ["Z" * 200] * 3, "pooling": "mean"}
             httpx.post(f"{letters.url}/v1/embeddings", json=body, timeout=httpx.Timeout(20, read=0.3))
         letters.wait_until("the call has ended", lambda: not letters.server.calls)
     finally:
