@@ -5,6 +5,7 @@ from pathlib import Path
 
 from longctx.cli import command_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
+from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.schemas import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,11 @@ def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:
     refused = names(section("Options of a request").split("Refused by name:")[1].split("\n\n")[0])
     assert described | refused == {*CompletionBody.model_fields, *ChatBody.model_fields}
     assert not described & refused
+
+
+def test_every_field_of_responses_is_in_their_table() -> None:
+    described = {name.split(".")[0] for cells in rows("Responses") for cell in cells for name in names(cell)}
+    assert set(ResponsesBody.model_fields) - described == set()
 
 
 def test_flags_of_the_server_exist() -> None:

@@ -17,9 +17,12 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.server.answer_parts import AnswerReader
 from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
+from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses
 from longctx.serving.server.schemas import (
+    Body,
     CacheBody,
     ChatBody,
     ChatFields,
@@ -31,7 +34,7 @@ from longctx.serving.server.schemas import (
 )
 from longctx.serving.server.settings import ServerSettings
 
-Kind = Literal["completions", "chat", "embeddings", "tokenize", "detokenize", "cache"]
+Kind = Literal["completions", "chat", "responses", "embeddings", "tokenize", "detokenize", "cache"]
 """The methods of `RequestParser`."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -142,7 +145,7 @@ class Document(NamedTuple):
 class Origin(NamedTuple):
     """Source of a call: its tenant, the id of its requests, and targets that its headers bring, in seconds.
 
-    `prefix`: of the cache that its body names.
+    `prefix`: of the cache that its body names. `history`: of the response that its body continues.
     """
 
     tenant: str = ""
@@ -150,6 +153,13 @@ class Origin(NamedTuple):
     ttft: float | None = None
     tpot: float | None = None
     prefix: Prefix | None = None
+    history: History | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, about, that are parsed beside the body."""
+        prefix = 0 if self.prefix is None else self.prefix.num_bytes
+        return prefix + (0 if self.history is None else self.history.num_bytes)
 
 
 class ParsedCall(NamedTuple):
@@ -160,12 +170,18 @@ class ParsedCall(NamedTuple):
       requests: one for each prompt.
       texts: of the prompts, where the answer repeats them.
       copies: how many choices each completion makes: more than one where all would be the same.
+      source: the body of another API that the chat was made of.
     """
 
     body: GenerationBody
     requests: list[PreparedRequest]
     texts: list[str]
     copies: int
+    source: Body | None = None
+
+    def new_reader(self) -> AnswerReader:
+        """Return a reader of the text of one completion."""
+        return AnswerReader()
 
     @property
     def num_choices(self) -> int:
@@ -226,7 +242,22 @@ class RequestParser:
 
     def chat(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/chat/completions`."""
-        fields = parse_fields(ChatBody, body)
+        return self._chat(parse_fields(ChatBody, body), origin)
+
+    def responses(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of `/v1/responses`, which is answered as a chat."""
+        source = parse_fields(ResponsesBody, body)
+        session = f"resp_{origin.request_id}" if source.is_stored else None
+        if origin.history is not None:
+            session = origin.history.session
+        try:
+            chat = validated(ChatBody, source.to_chat(origin.history, session))
+            call = self._chat(chat, origin)
+        except (ApiError, TypeError, ValueError) as error:
+            raise in_names_of_responses(error) from None
+        return call._replace(source=source if source.is_stored else source.model_copy(update={"input": ""}))
+
+    def _chat(self, fields: ChatBody, origin: Origin) -> ParsedCall:
         self._check_model(fields.model)
         before = _check_prefix(fields, origin.prefix)
         if before is not None:
@@ -386,8 +417,13 @@ class RequestParser:
 
 def parse_fields(model: type[_Model], body: bytes) -> _Model:
     """Return the fields of a body; raise ApiError if it is no JSON, or not of these fields and types."""
+    return validated(model, body)
+
+
+def validated(model: type[_Model], fields: bytes | dict[str, Any]) -> _Model:
+    """Return the fields of JSON, or of a dict; raise ApiError if they are not of the model's names and types."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(fields) if isinstance(fields, dict) else model.model_validate_json(fields)
     except ValidationError as error:
         raise not_valid(error) from None
 

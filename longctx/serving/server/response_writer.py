@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from fastapi.sse import format_sse_event
 from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
+from longctx.serving.server.errors import ApiError
 from longctx.serving.server.request_parser import ParsedCall, token_text
 from longctx.serving.server.schemas import ChatBody, CompletionBody
 
@@ -164,27 +166,67 @@ class LogprobLists:
 
 
 class ResponseWriter(ABC):
-    """Writes what a call's client gets. Choices are numbered over all prompts; each copy of a choice is written.
+    """Writer of what a call's client gets, as a whole or as pieces of a stream, in the form of one API.
 
     Attributes:
+      done: bytes at the end of a stream.
       transfer_params: `kv_transfer_params` of the whole answer.
     """
 
     prefix: str
-    object: str
-    chunk_object: str
+    done = b""
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         self._call, self._bytes = call, token_bytes
-        self.id, self._model, self._created = f"{self.prefix}-{call_id}", model, int(time.time())
-        options = call.body.stream_options
-        self._reports_at_end = bool(options and options.include_usage)
-        self._reports_always = bool(options and options.continuous_usage_stats)
+        self.id, self._model, self._created = f"{self.prefix}{call_id}", model, int(time.time())
         self._num_prompt = sum(len(request.tokens) for request in call.requests)
         self._num_cached = [0] * len(call.requests)
         self._num_output = 0
-        self._gives_tokens = bool(call.body.return_token_ids)
         self.transfer_params: dict[str, Any] | None = None
+
+    @abstractmethod
+    def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Any:
+        """Return the answer of all outputs, by the number of the request and their index."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[Any]:
+        """Yield the pieces before any token."""
+
+    @abstractmethod
+    def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Any]:
+        """Yield the pieces of the events of a request."""
+
+    @abstractmethod
+    def end(self) -> Iterator[Any]:
+        """Yield the pieces after all events."""
+
+    def failed(self, error: ApiError) -> Iterator[Any]:
+        """Yield the pieces that end a stream with an error."""
+        yield error.body
+
+    def event(self, piece: Any) -> bytes:
+        """Return the server-sent event of a piece."""
+        return format_sse_event(data_str=encode(piece).decode())
+
+    def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
+        self._num_output += len(tokens) * self._call.copies
+        if output is not None:
+            self._num_cached[number] = max(self._num_cached[number], output.metrics.cached_tokens)
+
+
+class ChoiceWriter(ResponseWriter):
+    """Writer of choices, which are numbered over all prompts; each copy of a choice is written."""
+
+    object: str
+    chunk_object: str
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(call, call_id, model, token_bytes)
+        options = call.body.stream_options
+        self._reports_at_end = bool(options and options.include_usage)
+        self._reports_always = bool(options and options.continuous_usage_stats)
+        self._gives_tokens = bool(call.body.return_token_ids)
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         """Return the answer of all outputs, by the number of the request and their index."""
@@ -240,11 +282,6 @@ class ResponseWriter(ABC):
         first = number * self._call.num_choices + index
         return range(first, first + self._call.copies)
 
-    def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
-        self._num_output += len(tokens) * self._call.copies
-        if output is not None:
-            self._num_cached[number] = max(self._num_cached[number], output.metrics.cached_tokens)
-
     def _usage(self, is_end: bool) -> Usage:
         details = PromptTokensDetails(sum(self._num_cached)) if is_end else None
         return Usage(self._num_prompt, self._num_output, self._num_prompt + self._num_output, details)
@@ -256,10 +293,10 @@ class ResponseWriter(ABC):
         return Answer(self.id, self.chunk_object, self._created, self._model, [choice], usage)
 
 
-class ChatWriter(ResponseWriter):
+class ChatWriter(ChoiceWriter):
     """Writer of `/v1/chat/completions`."""
 
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
@@ -287,10 +324,10 @@ class ChatWriter(ResponseWriter):
         return chat_logprobs(self._bytes, tokens, logprobs) if self._has_logprobs else None
 
 
-class CompletionWriter(ResponseWriter):
+class CompletionWriter(ChoiceWriter):
     """Writer of `/v1/completions`."""
 
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
@@ -346,9 +383,3 @@ class CompletionWriter(ResponseWriter):
     def _kept(self, tokens: Sequence) -> Sequence:
         """Return no tokens, if the client asked for none: the engine makes at least one."""
         return tokens if self._keeps else tokens[:0]
-
-
-def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
-    """Return the writer of a call's API."""
-    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
-    return kind(call, call_id, model, token_bytes)

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from fastapi.sse import KEEPALIVE_COMMENT
 
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
@@ -18,7 +19,9 @@ from longctx.serving.server.errors import ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.preparer import unless_gone
 from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
-from longctx.serving.server.response_writer import ResponseWriter, encode, make_writer
+from longctx.serving.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter, encode
+from longctx.serving.server.responses_body import ResponsesBody
+from longctx.serving.server.responses_writer import ResponsesWriter
 from longctx.serving.server.schemas import (
     CacheBody,
     ChatBody,
@@ -63,17 +66,17 @@ def openai_router(server: Frontend) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await _respond(server, request, "completions")
+        return await respond(server, request, "completions")
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        return await _respond(server, request, "chat")
+        return await respond(server, request, "chat")
 
     @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody))
     async def embeddings(request: Request) -> Response:
         """Return an embedding of each input."""
-        return await _respond(server, request, "embeddings")
+        return await respond(server, request, "embeddings")
 
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
@@ -146,7 +149,12 @@ def caches_router(server: Server) -> APIRouter:
     return router
 
 
-async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
+Keep = Callable[[ParsedCall, ResponseWriter], object]
+"""Is called with an answer that has ended, before its client has all of it."""
+
+
+async def respond(server: Frontend, request: Request, kind: Kind, keep: Keep = lambda call, writer: None) -> Response:
+    """Answer a request that generates tokens, as a whole or as a stream."""
     server.check_accepting()
     arrival = server.now()
     client = client_of(request)
@@ -175,7 +183,7 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
         return await _embeddings(server, request, call.body, call_id, active)
     writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
-        return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED)
+        return CallStream(server, call_id, _chunks(active, writer, keep), "text/event-stream", _UNBUFFERED)
     try:
         outputs = await unless_gone(request, active.outputs())
     finally:
@@ -183,9 +191,18 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     writer.transfer_params = response_params(server.transfers, call, outputs)
     size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
     size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
-    if size > _LARGE:  # other clients don't wait for it
-        return await asyncio.to_thread(lambda: _json(writer.whole(outputs)))
-    return _json(writer.whole(outputs))
+    # Other clients don't wait for a large one.
+    answer = await asyncio.to_thread(writer.whole, outputs) if size > _LARGE else writer.whole(outputs)
+    keep(call, writer)
+    return await asyncio.to_thread(_json, answer) if size > _LARGE else _json(answer)
+
+
+def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
+    """Return the writer of a call's API."""
+    if isinstance(call.source, ResponsesBody):
+        return ResponsesWriter(call, call_id, model, token_bytes)
+    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
+    return kind(call, call_id, model, token_bytes)
 
 
 async def _embeddings(
@@ -236,25 +253,22 @@ def _seconds(name: str, milliseconds: str) -> float:
     return value / 1000
 
 
-async def _chunks(active: ActiveCall, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. An error is one of them, which is the last."""
+async def _chunks(active: ActiveCall, writer: ResponseWriter, keep: Keep) -> AsyncIterator[bytes]:
+    """Yield the events of a stream. An error is among the last ones."""
     try:
-        if first := b"".join(_event(encode(chunk)) for chunk in writer.begin()):
+        if first := b"".join(map(writer.event, writer.begin())):
             yield first
         while active.is_open:
             taken = await active.take()
-            pieces = [_event(encode(piece)) for number, events in taken for piece in writer.pieces(number, events)]
+            pieces = [writer.event(piece) for number, events in taken for piece in writer.pieces(number, events)]
             if pieces or not taken:
                 yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
-        last = [encode(chunk) for chunk in writer.end()]
+        last = [*map(writer.event, writer.end()), writer.done]
     except ApiError as error:
-        yield _event(encode(error.body))
+        yield b"".join(map(writer.event, writer.failed(error)))
         return
-    yield b"".join(map(_event, [*last, b"[DONE]"]))
-
-
-def _event(data: bytes) -> bytes:
-    return format_sse_event(data_str=data.decode())
+    keep(active.call, writer)
+    yield b"".join(last)
 
 
 def _json(answer: Any) -> Response:
