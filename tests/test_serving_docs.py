@@ -7,6 +7,7 @@ from longctx.cli import command_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
 from longctx.serving.server.chat_schemas import ChatBody
 from longctx.serving.server.known_fields import HARMLESS, REFUSED
+from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.schemas import CompletionBody
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,11 @@ def test_every_field_of_other_servers_is_on_the_page() -> None:
     own = {*CompletionBody.model_fields, *ChatBody.model_fields}
     assert not own & set(REFUSED)
     assert not HARMLESS & set(REFUSED)
+
+
+def test_every_field_of_responses_is_in_their_table() -> None:
+    described = {name.split(".")[0] for cells in rows("Responses") for cell in cells for name in names(cell)}
+    assert set(ResponsesBody.model_fields) - described == set()
 
 
 def test_flags_of_the_server_exist() -> None:

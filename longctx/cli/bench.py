@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from longctx.cli import bench_url
 from longctx.cli.engine import EngineLoader, initialize_processes, show_compiling
+from longctx.cli.flags import refuse
 from longctx.cli.settings import engine_config
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.workload import check_workload, make_workload, print_results, write_json
@@ -21,6 +23,9 @@ from longctx.simulation.workloads import WorkloadRequest
 def run(options: argparse.Namespace) -> int:
     """Measure, print the table, and write the files that flags name."""
     check_workload(options)
+    if options.url is not None:
+        return bench_url.run(options)
+    refuse(options, ("api_key",), "needs --url")
     engine_config(options, max_length=options.max_length)
     with initialize_processes(options) as group:
         return _run(options, group)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from longctx.cli.flag_sets import (
     ApiKeyFlags,
+    BenchFlags,
     ChatFlags,
     ClusterFlags,
     DemoFlags,
@@ -93,7 +94,8 @@ _SERVE = (
 FLAGS: Mapping[str, tuple[Flags, ...]] = {
     "api-key": (Flags(ApiKeyFlags, positional={"name": "NAME"}),),
     "bench": (
-        *(*_CHECKPOINT, _WORKLOAD, _ENGINE, *_DEVICES, _PROCESSES, *_SCHEDULING),
+        *(*_CHECKPOINT, Flags(BenchFlags), _WORKLOAD, Flags(SimulateFlags, "workload", ("users",))),
+        *(_ENGINE, *_DEVICES, _PROCESSES, *_SCHEDULING),
         Flags(ResultFlags, "results", ("json", "plot")),
     ),
     "chat": (*_CHECKPOINT, Flags(ChatFlags), _sampling(512), *_DEVICES),

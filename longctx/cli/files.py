@@ -55,6 +55,12 @@ def check_input(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: no such file: {path}")
 
 
+def check_trace(flag: str, path: Path) -> None:
+    """Check that a file or a folder of files is there; ValueError, with the flag and the path, if not."""
+    if not path.exists():
+        raise ValueError(f"{flag}: no such file: {path}")
+
+
 def check_output(flag: str, path: Path) -> None:
     """Check that results can be written to a file later. It is opened for that; one that is new is removed again."""
     if path.is_dir():

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longctx.cli.files import check_drawing, check_folder, check_input, check_output
+from longctx.cli.files import check_drawing, check_folder, check_input, check_output, check_trace
 from longctx.cluster.conductor.config import Role
 from longctx.cluster.config import Launcher, Messenger
 from longctx.models.builtin import TINY
@@ -16,6 +16,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _AtLeastZero = Annotated[float, Range(0)]
 _AtLeastTwo = Annotated[int, Range(2)]
 _Input = Annotated[Path, check_input]
+_Trace = Annotated[Path, check_trace]
 _Output = Annotated[Path, check_output]
 _Folder = Annotated[Path, check_folder]
 _PrivateFolder = Annotated[Path, partial(check_folder, mode=0o700)]
@@ -75,9 +76,14 @@ class ProcessFlags:
 class WorkloadFlags:
     """A workload, from a file or synthetic."""
 
-    workload: Annotated[_Input | None, "trace (JSON lines, or CSV of lengths)"] = None
+    workload: Annotated[
+        _Trace | None, "trace: JSON lines, CSV of lengths, or agents' sessions as .json, also a folder of them"
+    ] = None
     limit: Annotated[Positive | None, "only the first N requests of the file"] = None
-    scale_lengths: Annotated[AboveZero | None, "all lengths of the file times X"] = None
+    scale_lengths: Annotated[AboveZero | None, "all lengths of the file or of agents times X"] = None
+    agents: Annotated[
+        Annotated[int, Range(1, 10_000)] | None, "draw N sessions of coding agents, like those of public traces"
+    ] = None
     requests: Annotated[
         Annotated[int, Range(1, 1_000_000)] | None, "generate N requests instead of reading a file. None: 16"
     ] = None
@@ -89,6 +95,16 @@ class WorkloadFlags:
     rate: Annotated[Annotated[float, _check_rate] | None, "requests a second, Poisson; inf: all at once"] = None
     max_length: Annotated[_AtLeastTwo | None, "skip longer requests (prompt and output)"] = None
     seed: Annotated[Count, "of random lengths, arrivals and tokens"] = 0
+
+
+@flag_set
+class BenchFlags:
+    """`longctx bench` of a server."""
+
+    url: Annotated[
+        str | None, "http(s)://HOST:PORT of an OpenAI server to send the workload to; --model: its name there"
+    ] = None
+    api_key: Annotated[str | None, "key of that server"] = None
 
 
 @flag_set

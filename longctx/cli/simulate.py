@@ -16,6 +16,7 @@ from longctx.cli.terminal import Console
 from longctx.cli.workload import (
     check_workload,
     keep_fitting,
+    loop_users,
     named_model,
     print_results,
     read_requests,
@@ -41,7 +42,7 @@ from longctx.simulation.reports import chrome_trace, html_report, plots
 from longctx.simulation.reports.report import summarize_deployment
 from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
-from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, jitter_arrivals, make_mix
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -290,9 +291,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
             raise ValueError("--workload has prompts, whose tokens --model must tell: a folder with a tokenizer")
         requests = tokenise(requests, Path(options.model), model.vocab_size)
     requests, num_skipped = keep_fitting(requests, options, model.max_positions)
-    if options.users is not None:
-        with prefixing("--users: "):
-            requests = closed_loop(requests, options.users)
+    requests = loop_users(requests, options)
     if options.jitter is not None:
         requests = jitter_arrivals(requests, options.jitter, options.seed)
     return requests, num_skipped
@@ -302,13 +301,11 @@ def check_simulation(options: argparse.Namespace) -> None:
     """Check that flags suit each other; ValueError names them."""
     check_options(options)  # those of a sweep's point, too
     if options.mix is not None:
-        names = ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths")
+        names = ("workload", "agents", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths")
         refuse(options, names, "contradicts --mix")
     check_workload(options)
     if options.baseline is not None:
         refuse(options, ("profile",), "contradicts --baseline: systems are compared on predicted devices")
-    if options.users is not None:
-        refuse(options, ("rate", "jitter"), "contradicts --users: users wait for answers")
 
 
 def swept_flags() -> dict[str, tuple[str, type]]:

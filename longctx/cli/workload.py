@@ -17,7 +17,9 @@ from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
     arrive_at_rate,
+    closed_loop,
     keep_requests,
+    make_agent_sessions,
     read_workload,
     scale_lengths,
     synthesize,
@@ -34,7 +36,8 @@ def write_json(
     options: argparse.Namespace, settings: Mapping[str, Any], record: Record, summary: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the file of `--json`, if it is given; returns what stands in it beside requests and steps."""
-    workload = str(options.workload or getattr(options, "mix", None) or "synthetic")
+    agents = None if options.agents is None else f"{options.agents} sessions of agents"
+    workload = str(options.workload or agents or getattr(options, "mix", None) or "synthetic")
     contents = {**settings, "workload": workload, "seed": options.seed, "summary": summary}
     if options.json is not None:
         options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
@@ -55,21 +58,30 @@ def print_results(options: argparse.Namespace, summary: dict[str, Any], draw: Ca
 def check_workload(options: argparse.Namespace) -> None:
     """Check that flags of a workload suit each other; ValueError names them."""
     if options.workload is not None:
-        refuse(options, _SYNTHETIC, "contradicts --workload")
+        refuse(options, ("agents", *_SYNTHETIC), "contradicts --workload")
+    elif options.agents is not None:
+        refuse(options, (*_SYNTHETIC, "limit"), "contradicts --agents")
     else:
         refuse(options, _FROM_FILE, "needs --workload")
+    if getattr(options, "users", None) is not None:
+        names = ("rate", *(("jitter",) if hasattr(options, "jitter") else ()))
+        refuse(options, names, "contradicts --users: users wait for answers")
 
 
 def make_workload(options: argparse.Namespace, config: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
     """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out."""
     requests = tokenise(read_requests(options), options.model, config.vocab_size)
-    return keep_fitting(requests, options, config.max_positions)
+    requests, num_skipped = keep_fitting(requests, options, config.max_positions)
+    return loop_users(requests, options), num_skipped
 
 
 def read_requests(options: argparse.Namespace) -> list[WorkloadRequest]:
     """The requests of a file, or synthetic ones, and when they come."""
-    if options.workload is not None:
-        requests = read_workload(options.workload, options.limit)
+    if options.workload is not None or options.agents is not None:
+        if options.workload is not None:
+            requests = read_workload(options.workload, options.limit)
+        else:
+            requests = make_agent_sessions(options.agents, seed=options.seed)
         if options.scale_lengths is not None:
             with prefixing("--scale-lengths: "):
                 requests = scale_lengths(requests, options.scale_lengths)
@@ -79,6 +91,14 @@ def read_requests(options: argparse.Namespace) -> list[WorkloadRequest]:
         num_requests = 16 if options.requests is None else options.requests
         requests = synthesize(num_requests, prompt_tokens, output_tokens, options.shared_prefix or 0, options.seed)
     return requests if options.rate is None else arrive_at_rate(requests, options.rate, options.seed)
+
+
+def loop_users(requests: list[WorkloadRequest], options: argparse.Namespace) -> list[WorkloadRequest]:
+    """Return the requests as the users of `--users` send them, or as they are."""
+    if options.users is None:
+        return requests
+    with prefixing("--users: "):
+        return closed_loop(requests, options.users)
 
 
 def _lengths(name: str, text: str) -> Lengths:
@@ -115,7 +135,8 @@ def keep_fitting(
 ) -> tuple[list[WorkloadRequest], int]:
     """Split off requests that are longer than `--max-length`: the others, and the number of those."""
     max_length = options.max_length
-    shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
+    has_lengths = options.workload is None and options.agents is None
+    shorter = "--prompt-tokens and --output-tokens" if has_lengths else "--scale-lengths"
     if max_length is not None and max_length > context:
         raise ValueError(f"--max-length must be at most the model's context of {context}, got {max_length}")
     kept = keep_requests(requests, lambda request: request.length <= (max_length or context))

@@ -296,6 +296,8 @@ class RoutedRequest:
             if end.prompt_logprobs is None or len(end.prompt_logprobs) != num_prompt - 1:
                 raise RelayBroken("it sends no log probabilities of the prompt")
             self._check_logprobs(tuple(end.prompt_logprobs), sampling.prompt_logprobs)
+        if sampling.pooling is not None and not (end.embedding and all(map(math.isfinite, end.embedding))):
+            raise RelayBroken("it sends no embedding of the prompt")
 
     def _check_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_top: int | None) -> None:
         for each in logprobs:

@@ -15,6 +15,8 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from longctx.serving.distributed.orders import DecisionLog
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats, Load
@@ -149,6 +151,10 @@ class Core:
                     length = min(length, len(known) - len(known) % self.scheduler.running.page_size)
                     if self.pool.windows is not None and length < progress.length:
                         length = 0  # the pages before its last ones come without what layers with a window see
+            if handoff.embedding is not None:
+                completion.hidden = np.array(handoff.embedding) * completion.num_pooled
+            elif completion.params.pooling == "mean":
+                length = 0
             for token, logprob in itertools.zip_longest(progress.tokens, progress.logprobs):
                 if reason is None:
                     text, reason = completion.push(token, logprob, now)
@@ -234,6 +240,9 @@ class Core:
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
+        for sequence, start, rows in results.hidden:
+            if sequence.state is not State.FINISHED:
+                completion_of(sequence).add_hidden(start, rows)
         events, finished = [], State.FINISHED
         num_tokens = 0
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):

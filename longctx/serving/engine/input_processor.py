@@ -125,6 +125,11 @@ class InputProcessor:
             )
         return ids.astype(np.int32)
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of an embedding."""
+        return self._model.hidden_size
+
     def _check_request(self, request: Request, prompt_length: int) -> None:
         params, vocab = request.sampling, self._model.vocab_size
         self.check_choices(params.n)
@@ -215,7 +220,8 @@ class SequenceMaker:
             )
             sequence = as_sequence(prepared, f"{request_id}/{index}", self._count, arrival)
             sequence.keys, sequence.partial_page = list(keys), partial_page
-            sequence.may_share, sequence.completion = completion.num_prompt_logprobs is None, completion
+            sequence.may_share = completion.num_prompt_logprobs is None and params.pooling != "mean"
+            sequence.completion = completion
             sequences.append(sequence)
             self._count += 1
         return sequences

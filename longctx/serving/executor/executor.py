@@ -106,6 +106,8 @@ class Pending:
     drawn: SampledTokens | None = None
     num_samples: int = 0  # of a rank, in the arrays of `drawn`
     prompts: list[tuple[Chunk, list[Place], Any]] = field(default_factory=list)  # where logprobs were asked for
+    pooled: list[Chunk] = field(default_factory=list)  # with rows of embeddings
+    hidden: Any = None  # sums of these rows, by slot
 
     def pack(self, shape: Shape) -> np.ndarray:
         if self.packed is None or self.packed[0] != shape:
@@ -145,6 +147,23 @@ class Pending:
         if asked:
             results = runner.prompt_logprobs(hidden, targets, shape)
             self.prompts = [(chunk, rows, results) for chunk, rows in asked]
+        self._pool(runner, hidden, shape)
+
+    def _pool(self, runner: ModelRunner, hidden: Any, shape: Shape) -> None:
+        """Ask for the sums of the rows that embeddings are made of."""
+        slots = np.full((shape.ranks, shape.rows), -1, np.int32)
+        for chunk in self.layout.batch.chunks:
+            completion = completion_of(chunk.sequence)
+            if completion.params.pooling is None:
+                continue
+            first = completion.num_prompt - completion.num_pooled
+            if chunk.start < completion.num_prompt and chunk.start + chunk.num_tokens > first:
+                self.pooled.append(chunk)
+                for rank, row, position in self.layout.rows_of(chunk, shape):
+                    if first <= position < completion.num_prompt:
+                        slots[rank, row] = chunk.slot
+        if self.pooled:
+            self.hidden = runner.pool_rows(hidden, slots)
 
     def results(self) -> Results:
         """Wait for it."""
@@ -157,7 +176,9 @@ class Pending:
         if any(count is not None for count in wanted):
             arrays = [np.asarray(x) for x in self.drawn[1:]]
             logprobs = [None if n is None else _logprob(arrays, i, n) for i, n in zip(at, wanted, strict=True)]
-        return Results(tokens, logprobs, [self._of_prompt(*prompt) for prompt in self.prompts])
+        hidden = None if self.hidden is None else np.asarray(self.hidden)
+        pooled = [] if hidden is None else [(chunk.sequence, chunk.start, hidden[chunk.slot]) for chunk in self.pooled]
+        return Results(tokens, logprobs, [self._of_prompt(*prompt) for prompt in self.prompts], pooled)
 
     def _of_prompt(self, chunk: Chunk, rows: list[Place], results: Any) -> Any:
         completion = completion_of(chunk.sequence)
@@ -293,6 +314,7 @@ class DeviceExecutor:
             warm.add(shape.of_samples)
             targets = np.zeros((self._plan.context, shape.rows), np.int32)
             jax.device_get(self.runner.prompt_logprobs(hidden, targets, shape))
+            jax.device_get(self.runner.pool_rows(hidden, targets))
 
     @property
     def _moves_pages(self) -> bool:

@@ -5,6 +5,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
@@ -25,6 +27,8 @@ class Results(NamedTuple):
     logprobs: List[TokenLogprob | None]
     # Of prompt tokens, with the sequence and the position of the first of them.
     prompt_logprobs: List[tuple[Sequence, int, List[TokenLogprob]]]
+    # Sums of pooled rows of prompts, float32 `[D]`, with the sequence and the first position of the chunk.
+    hidden: List[tuple[Sequence, int, np.ndarray]] = ()
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
 """One completion of a request: its tokens, its text, and the stop strings and limits that end it."""
 
+from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -82,6 +83,7 @@ class Completion:
     text: str = ""
     logprobs: Logprobs = field(default_factory=Logprobs)
     lease: Lease | None = None  # of its pages, once it has ended
+    hidden: np.ndarray | None = None  # sum of the pooled rows so far, float64 [D]; of the "last" row alone
 
     def __post_init__(self) -> None:
         self.num_known = self.num_prompt
@@ -173,6 +175,24 @@ class Completion:
         assert start <= len(known) + 1
         known.extend(logprobs[len(known) + 1 - start :])
 
+    def add_hidden(self, start: int, rows: np.ndarray) -> None:
+        """Add the sum of the pooled rows of a chunk; one from 0 on is the first, after preemption once more."""
+        is_first = start == 0 or self.params.pooling == "last"
+        before: Any = 0 if is_first else self.hidden
+        self.hidden = before + rows.astype(np.float64)
+
+    @property
+    def embedding(self) -> "array[float] | None":
+        """The pooled hidden states of its prompt, float32 `[D]`, all of which has been computed."""
+        if self.hidden is None:
+            return None
+        return array("f", (self.hidden / self.num_pooled).tolist())
+
+    @property
+    def num_pooled(self) -> int:
+        """Rows of the prompt that its embedding is the mean of."""
+        return self.num_prompt if self.params.pooling == "mean" else 1
+
     def interrupt(self) -> str:
         """End here; returns the text that was held back, which turns out to be text."""
         piece = self.detokenizer.finish()
@@ -192,6 +212,7 @@ class Completion:
             error,
             self.seed,
             self.lease,
+            self.embedding if reason in ("stop", "length") else None,
         )
 
     def fail(self, error: str) -> Event:

@@ -45,11 +45,13 @@ class Handoff:
       seed: that its tokens are drawn with, also where the engine drew it.
       completions: of each of its n completions, in order.
       prompt_logprobs: of the prompt's tokens but the first, as far as it has been read, if the request asks for them.
+      embedding: of the prompt, with the token after it, if the request asks for it.
     """
 
     seed: _Count
     completions: tuple[Progress, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    embedding: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, outputs: Sequence[Output]) -> "Handoff":
@@ -66,7 +68,13 @@ class Handoff:
         prompt = outputs[0].prompt_logprobs
         if prompt is not None and len(prompt) < outputs[0].metrics.prompt_tokens - 1:
             prompt = None  # the other engine computes the whole prompt
-        return cls(outputs[0].seed, completions, None if prompt is None else tuple(prompt))
+        embedding = outputs[0].embedding
+        return cls(
+            outputs[0].seed,
+            completions,
+            None if prompt is None else tuple(prompt),
+            None if embedding is None else tuple(embedding),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -106,6 +114,11 @@ class Handoff:
         if len(prompt) > wanted:
             raise ValueError(f"handoff must have prompt_logprobs of up to {wanted} tokens, got {len(prompt)}")
         _check_logprobs("prompt_logprobs", prompt, sampling.prompt_logprobs, vocab_size)
+        has_embedding = sampling.pooling is not None and bool(self.completions[0].tokens)
+        if (self.embedding is not None) != has_embedding:
+            raise ValueError("handoff must have an embedding with the token of a request that asks for one, else none")
+        if not all(map(math.isfinite, self.embedding or ())):
+            raise ValueError("handoff must have an embedding of finite numbers")
 
 
 def _check_logprobs(name: str, given: tuple[TokenLogprob, ...], num_top: int | None, vocab_size: int) -> None:

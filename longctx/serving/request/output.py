@@ -210,6 +210,7 @@ class Output:
         a step of the engine failed.
       seed: that its tokens were drawn with.
       lease: what the engine keeps of it, for a request with `lease`.
+      embedding: of the prompt, float32 `[D]`, for a request with `pooling`.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
@@ -235,6 +236,7 @@ class Output:
     error: str | None = None
     seed: int = 0
     lease: Lease | None = None
+    embedding: Sequence[float] | None = None
 
 
 @dataclass(slots=True)

@@ -111,8 +111,8 @@ class PreparedRequest(NamedTuple):
 
     @property
     def may_share(self) -> bool:
-        """Whether it may begin with pages that others have computed: log probabilities of a prompt need all of it."""
-        return self.request.sampling.prompt_logprobs is None
+        """Whether it may begin with pages that others have computed: some results need all rows of the prompt."""
+        return not self.request.sampling.needs_all_rows
 
     @property
     def logprob_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 from longctx.serving.validation import Range, Share, check_fields, check_text
@@ -12,6 +12,7 @@ from longctx.serving.validation import Range, Share, check_fields, check_text
 _Count = Annotated[int, Range(0, MAX_INT32)]
 _Positive = Annotated[int, Range(1, MAX_INT32)]
 _Penalty = Annotated[float, Range(-2, 2)]
+Pooling = Literal["mean", "last"]
 
 MAX_LOGIT_BIAS = 300
 """Tokens that a request may have biases for; the devices hold this many for each slot."""
@@ -70,6 +71,8 @@ class SamplingParams:
       logprobs: with each token, return its log probability and those of this many most likely ones (before biases,
         penalties, masks, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
+      pooling: return an embedding of the prompt: hidden states after the last norm, their `"mean"` or the `"last"` one.
+        It needs max_tokens=1. For the mean a request computes its whole prompt.
 
     Raises:
       TypeError, ValueError: a value out of range, or options that contradict each other.
@@ -107,6 +110,7 @@ class SamplingParams:
     min_tokens: _Count = 0
     logprobs: _Count | None = None
     prompt_logprobs: _Count | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -129,6 +133,8 @@ class SamplingParams:
                 raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the most likely token")
             if self.n > 1:
                 raise ValueError(f"n={self.n} contradicts temperature=0, which gives one completion")
+        if self.pooling is not None and (self.max_tokens, self.n) != (1, 1):
+            raise ValueError(f"pooling needs max_tokens=1 and n=1, got {self.max_tokens} and {self.n}")
 
     def _check_masks(self) -> None:
         if self.grammar is not None:
@@ -164,6 +170,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens of prompt or output."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the whole prompt is computed, also where its pages are in the cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def level(self) -> SamplingLevel:

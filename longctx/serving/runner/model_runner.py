@@ -211,7 +211,7 @@ class ModelRunner:
           samples: a packed `SampleInputs`, int32 `[length]`.
 
         Returns:
-          (what `draw` takes; hidden states for `prompt_logprobs`).
+          (what `draw` takes; hidden states for `prompt_logprobs` and `pool_rows`).
         """
         inputs = self._to_devices(rows, samples)
         self.state, hidden, last_rows = self.run_step(
@@ -251,6 +251,10 @@ class ModelRunner:
         """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""
         on_devices = self._put(targets, P("context"))
         return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, on_devices, shape.num_top)
+
+    def pool_rows(self, hidden: jax.Array, slots: np.ndarray) -> jax.Array:
+        """Sum a step's rows by `slots` `[ranks, rows]`, see `state_updates.pool_rows`."""
+        return state_updates.pool_rows(self.mesh, hidden, self._put(slots, P("context")), len(self.state.last_token))
 
     @functools.cached_property
     def transfer(self) -> PageTransfer:

@@ -16,7 +16,7 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import shard_map
-from longctx.parallel.tensor import all_gather_vocabulary
+from longctx.parallel.tensor import all_gather_vocabulary, psum
 from longctx.serving.runner.sample_step import VOCABULARY_AXES, all_gather, from_last_stage, local_logits
 from longctx.serving.runner.sampler import LogitBias, token_logprobs
 from longctx.serving.runner.step import DeviceState, state_shardings
@@ -132,3 +132,24 @@ def prompt_logprobs(
         in_specs=(specs, P(("stage", "context")), P("context")),
         out_specs=P(),
     )(head, hidden, targets)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def pool_rows(
+    mesh: Mesh, hidden: Float[Array, "stages_ranks rows D"], slots: Int[Array, "ranks rows"], num_slots: int
+) -> Float[Array, "slots D"]:
+    """Sum the rows of the last stage by slot, in float32.
+
+    Args:
+      hidden: `[stage * context, rows, D]`, as `step` returns it.
+      slots: `[context, rows]`, the slot of each row that counts; -1: it does not.
+      num_slots: of the result.
+    """
+
+    def sum_of_rank(hidden: Array, slots: Array) -> Array:
+        rows = from_last_stage(hidden[0].astype(jnp.float32))
+        at = jnp.where(slots[0] < 0, num_slots, slots[0])
+        sums = jnp.zeros((num_slots, rows.shape[1]), jnp.float32).at[at].add(rows, mode="drop")
+        return psum(sums, "context")
+
+    return shard_map(sum_of_rank, mesh, in_specs=(P(("stage", "context")), P("context")), out_specs=P())(hidden, slots)

@@ -19,6 +19,7 @@ from longctx.serving.server.routes.administration import administration_router, 
 from longctx.serving.server.routes.internal import internal_router
 from longctx.serving.server.routes.openai import caches_router, openai_router
 from longctx.serving.server.routes.page import page_router
+from longctx.serving.server.routes.responses import responses_router
 from longctx.serving.server.schemas import bodies_described
 from longctx.serving.server.server import Server
 
@@ -61,7 +62,7 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (openai_router(server), monitoring_router(server), *routers):
+    for router in (openai_router(server), responses_router(server), monitoring_router(server), *routers):
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
@@ -86,7 +87,9 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = _no_such_path(request)
+    elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif isinstance(error, RequestValidationError):
         error = ApiError(400, "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors()))
@@ -94,6 +97,12 @@ async def _answer(request: Request, error: Exception) -> Response:
         logger.error("a request failed: %s", type(error).__name__)  # the traceback follows from elsewhere
         error = ApiError(500, "the server failed: its log says why", code="internal_error")
     return error_response(request.url.path, error)
+
+
+def _no_such_path(request: Request) -> ApiError:
+    """Return the answer to a path that is not there, with the API's paths that are."""
+    paths = sorted(path for path in request.app.openapi()["paths"] if path.startswith("/v1/") and "{" not in path)
+    return ApiError(404, f"there is no {request.url.path[:200]}: there are {', '.join(paths)}", code="unknown_url")
 
 
 def _describe_bodies(app: FastAPI) -> None:

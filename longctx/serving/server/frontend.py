@@ -24,11 +24,14 @@ from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
 from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
+from longctx.serving.server.responses_body import response_named
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Delivery, EventDispatcher, Stream
 from longctx.serving.server.transfers import Received, Transfers
+
+_ID_PREFIXES = ("", "cmpl-", "chatcmpl-", "resp_", "msg_")
 
 
 @runtime_checkable
@@ -58,7 +61,7 @@ class Frontend(ABC):
       audit: log of what its administrators do, and of who is refused.
       http: log and metrics of HTTP requests.
       calls: the active ones, by id.
-      responses: of `/v1/responses` that are kept.
+      responses: of `/v1/responses`, that are kept.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
       transfers: move requests between this engine and others; None: requests stay.
     """
@@ -81,6 +84,7 @@ class Frontend(ABC):
         self.calls: dict[str, ActiveCall] = {}
         self.responses = ResponseStore()
         self.failures: dict[str, ApiError] = {}
+        self.responses = ResponseStore()
         self._num_starting = 0
         self.is_draining = False
         self.version = __version__
@@ -121,7 +125,10 @@ class Frontend(ABC):
             self.metrics.observe_refusal(error.headers[DROPPED])
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
-        """Parse a body of completions or a chat."""
+        """Parse a body that is answered by generated tokens, after the conversation that it continues."""
+        named = response_named(body) if kind == "responses" else None
+        if named is not None:
+            origin = origin._replace(history=self.responses.history(origin.tenant, named))
         call: ParsedCall = await self.preparer.read(kind, body, origin)
         return call
 
@@ -174,8 +181,8 @@ class Frontend(ABC):
         return [
             active
             for call_id, active in self.calls.items()
-            if name.removeprefix("cmpl-").removeprefix("chatcmpl-").removeprefix("msg_").removeprefix("resp_")
-            in (active.shown_id, call_id)
+            if name
+            in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}", f"resp_{call_id}", f"msg_{call_id}")
         ]
 
     @property

@@ -4,30 +4,30 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi.sse import format_sse_event
+
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, Output
-from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader, Kind, Part, joined_parts
+from longctx.serving.server.answer_parts import Kind, Part, joined_parts
 from longctx.serving.server.errors import ApiError, anthropic_error
 from longctx.serving.server.request_parser import ParsedCall
-from longctx.serving.server.response_writer import Writer, encode, sse
+from longctx.serving.server.response_writer import ResponseWriter, encode
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn"}
 
 
-class MessagesWriter(Writer):
+class MessagesWriter(ResponseWriter):
     """Writer of Anthropic's messages: blocks of thinking, text and uses of tools."""
 
-    done = b""
+    prefix = "msg_"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
-        self._call, self._model, self.id = call, model, f"msg_{call_id}"
-        self._reader = AnswerReader(call.answer or AnswerFormat())
-        self._num_prompt = len(call.requests[0].tokens)
+        super().__init__(call, call_id, model, token_bytes)
+        self._reader = call.new_reader()
         self._open: Kind | None = None  # of the block that is written
-        self._count = 0  # of blocks
+        self._num_blocks = 0  # of blocks
         stop = call.body.stop
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
-        self.transfer_params = None
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> dict[str, Any]:
         output = outputs[0, 0]
@@ -59,11 +59,11 @@ class MessagesWriter(Writer):
     def end(self) -> Iterator[Any]:
         return iter(())
 
-    def event(self, chunk: Any) -> bytes:
-        return sse(encode(chunk), chunk["type"])
+    def event(self, piece: dict[str, Any]) -> bytes:
+        return format_sse_event(data_str=encode(piece).decode(), event=piece["type"])
 
-    def error(self, error: ApiError) -> bytes:
-        return sse(encode(anthropic_error(error)), "error")
+    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        yield anthropic_error(error)
 
     def _written(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         for part in parts:
@@ -72,17 +72,21 @@ class MessagesWriter(Writer):
                 self._open = part.kind
                 yield {
                     "type": "content_block_start",
-                    "index": self._count,
+                    "index": self._num_blocks,
                     "content_block": _block(part, is_begun=True),
                 }
             if part.text:
                 kind, field = _DELTAS[part.kind]
-                yield {"type": "content_block_delta", "index": self._count, "delta": {"type": kind, field: part.text}}
+                yield {
+                    "type": "content_block_delta",
+                    "index": self._num_blocks,
+                    "delta": {"type": kind, field: part.text},
+                }
 
     def _close(self) -> Iterator[dict[str, Any]]:
         if self._open is not None:
-            yield {"type": "content_block_stop", "index": self._count}
-            self._open, self._count = None, self._count + 1
+            yield {"type": "content_block_stop", "index": self._num_blocks}
+            self._open, self._num_blocks = None, self._num_blocks + 1
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}

@@ -234,8 +234,8 @@ class Preparer:
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """Parse a body, see `parse_body`: return a `ParsedCall`, or what else the kind gives."""
-        size = len(body) if origin.prefix is None else len(body) + origin.prefix.num_bytes
-        if size <= SHORT_BYTES and kind not in ("chat", "cache"):
+        size = len(body) + origin.num_bytes
+        if size <= SHORT_BYTES and kind not in ("chat", "responses", "cache"):
             return parse_body(self.parser, kind, body, origin)
         # A chat template is rendered by a process of its own, for which only a thread may wait.
         if size < LONG_BYTES or not self._workers:

@@ -23,6 +23,7 @@ class End(msgspec.Struct, array_like=True, frozen=True):
     error: str | None
     prompt_logprobs: list[TokenLogprob] | None
     cached_tokens: int = 0
+    embedding: tuple[float, ...] | None = None
 
 
 class EventLine(msgspec.Struct, array_like=True, frozen=True):
@@ -41,7 +42,8 @@ class EventLine(msgspec.Struct, array_like=True, frozen=True):
         end = None
         if output is not None:
             of_prompt = None if output.prompt_logprobs is None else list(output.prompt_logprobs)
-            end = End(output.finish_reason, output.error, of_prompt, output.metrics.cached_tokens)
+            embedding = None if output.embedding is None else tuple(output.embedding)
+            end = End(output.finish_reason, output.error, of_prompt, output.metrics.cached_tokens, embedding)
         return cls(event.index, event.token_ids, event.text, event.logprobs, end)
 
 
@@ -162,6 +164,7 @@ class RelayedOutputs:
         if end is not None:
             if isinstance(output.prompt_logprobs, Logprobs):
                 output.prompt_logprobs.extend((end.prompt_logprobs or [])[len(output.prompt_logprobs) :])
+            self._outputs[index] = output = dataclasses.replace(output, embedding=end.embedding)
             return dataclasses.replace(
                 self.end(index, end.reason, now, tokens=tokens, text=entry.text), logprobs=entry.logprobs
             )

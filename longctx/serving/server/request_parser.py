@@ -14,19 +14,21 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.server.answer_parts import AnswerFormat
+from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader
 from longctx.serving.server.chat_format import ChatFormat, ChatPrompt
 from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields, Message, TokenizeBody
+from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.messages_schemas import CountBody, MessagesBody
-from longctx.serving.server.responses_schemas import ResponsesBody
-from longctx.serving.server.responses_store import History
-from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, GenerationBody
+from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses
+from longctx.serving.server.schemas import Body, CompletionBody, DetokenizeBody, GenerationBody
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.structured import NamedGrammar
 from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, strict_grammar
 
-Kind = Literal["completions", "chat", "messages", "count_tokens", "responses", "tokenize", "detokenize", "cache"]
+Kind = Literal[
+    "completions", "chat", "messages", "count_tokens", "responses", "embeddings", "tokenize", "detokenize", "cache"
+]
 """The methods of `RequestParser`."""
 
 Api = Literal["openai", "anthropic", "responses"]
@@ -70,7 +72,7 @@ class Document(NamedTuple):
 class Origin(NamedTuple):
     """Source of a call: its tenant, the id of its requests, and targets that its headers bring, in seconds.
 
-    `prefix`: of the cache that its body names; `history`: of the response that it names.
+    `prefix`: of the cache that its body names. `history`: of the response that its body continues.
     """
 
     tenant: str = ""
@@ -79,6 +81,12 @@ class Origin(NamedTuple):
     tpot: float | None = None
     prefix: Prefix | None = None
     history: History | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, about, that are parsed beside the body."""
+        prefix = 0 if self.prefix is None else self.prefix.num_bytes
+        return prefix + (0 if self.history is None else self.history.num_bytes)
 
 
 class ParsedCall(NamedTuple):
@@ -90,10 +98,8 @@ class ParsedCall(NamedTuple):
       texts: of the prompts, where the answer repeats them.
       copies: how many choices each completion makes: more than one where all would be the same.
       answer: what the answers of a chat may have besides text; None: nothing.
-      api: whose form the answer has.
       ignored: names of fields that are not known.
-      echo: fields of the answer that repeat those of the request, in `/v1/responses`.
-      before, messages: of its history and its own; None: the response is not to be kept.
+      source: the body of another API that the chat was made of.
     """
 
     body: GenerationBody
@@ -101,11 +107,12 @@ class ParsedCall(NamedTuple):
     texts: list[str]
     copies: int
     answer: AnswerFormat | None = None
-    api: Api = "openai"
     ignored: tuple[str, ...] = ()
-    echo: dict[str, Any] | None = None
-    before: Sequence[Message] = ()
-    messages: list[Message] | None = None
+    source: Body | None = None
+
+    def new_reader(self) -> AnswerReader:
+        """Return a reader of the text of one completion."""
+        return AnswerReader(self.answer or AnswerFormat())
 
     @property
     def num_choices(self) -> int:
@@ -144,7 +151,7 @@ class RequestParser:
         fields = parse_fields(CompletionBody, body)
         self._check_model(fields.model)
         before = _check_prefix(fields, origin.prefix)
-        prompts = _prompts(fields)
+        prompts = _prompts(fields.prompt)
         if len(prompts) > self._settings.max_prompts:
             message = f"prompt must be at most {self._settings.max_prompts} prompts, got {len(prompts)}"
             raise ApiError(400, message, "prompt")
@@ -172,30 +179,30 @@ class RequestParser:
         return self._chat(parse_fields(ChatBody, body), origin)
 
     def messages(self, body: bytes, origin: Origin) -> ParsedCall:
-        """Parse a body of Anthropic's `/v1/messages`."""
-        fields = parse_fields(MessagesBody, body)
-        call = self._chat(fields.whole_chat(), origin)
-        return call._replace(api="anthropic", ignored=fields.ignored)
-
-    def responses(self, body: bytes, origin: Origin) -> ParsedCall:
-        """Parse a body of `/v1/responses`."""
-        fields, history = parse_fields(ResponsesBody, body), origin.history
-        before = [] if history is None else history.messages
-        root = f"resp_{origin.request_id}" if history is None else history.root
-        try:
-            call = self._chat(fields.chat(before, root if fields.store is not False else None), origin)
-        except (TypeError, ValueError) as error:  # the client gave these fields under other names
-            newer = {"max_completion_tokens": "max_output_tokens", "response_format:": "text:"}
-            name, rest = str(error).split(" ", 1)
-            raise type(error)(f"{newer.get(name, name)} {rest}") from None
-        kept = fields.messages if fields.store is not False else None
-        return call._replace(api="responses", ignored=fields.ignored, echo=fields.echo(), before=before, messages=kept)
+        """Parse a body of Anthropic's `/v1/messages`, which is answered as a chat."""
+        source = parse_fields(MessagesBody, body)
+        call = self._chat(source.whole_chat(), origin)
+        return call._replace(source=source.model_copy(update={"messages": []}), ignored=source.ignored)
 
     def count_tokens(self, body: bytes, origin: Origin) -> int:
         """Parse a body of `/v1/messages/count_tokens`: return the tokens of the prompt."""
         chat = parse_fields(CountBody, body).chat()
         self._check_model(chat.model)
         return len(self._chat_prompt(chat).tokens)
+
+    def responses(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of `/v1/responses`, which is answered as a chat."""
+        source = parse_fields(ResponsesBody, body)
+        session = f"resp_{origin.request_id}" if source.is_stored else None
+        if origin.history is not None:
+            session = origin.history.session
+        try:
+            chat = validated(ChatBody, source.to_chat(origin.history, session))
+            call = self._chat(chat, origin)
+        except (ApiError, TypeError, ValueError) as error:
+            raise in_names_of_responses(error) from None
+        source = source if source.is_stored else source.model_copy(update={"input": ""})
+        return call._replace(source=source)
 
     def _chat(self, fields: ChatBody, origin: Origin) -> ParsedCall:
         self._check_model(fields.model)
@@ -235,6 +242,26 @@ class RequestParser:
             elif named is None and (strict := strict_grammar(form, fields.offered)) is not None:
                 named = NamedGrammar("tools", strict)
         return named, more | {"grammar": None if named is None else named.grammar}
+
+    def embeddings(self, body: bytes, origin: Origin) -> ParsedCall:
+        """Parse a body of `/v1/embeddings`."""
+        fields = parse_fields(EmbeddingBody, body)
+        self._check_model(fields.model)
+        fields.check_dimensions(self._input_processor.hidden_size)
+        inputs = _prompts(fields.input)
+        if len(inputs) > self._settings.max_prompts:
+            raise ApiError(400, f"input must be at most {self._settings.max_prompts}, got {len(inputs)}", "input")
+        tokens = []
+        for each in inputs:
+            ids = self._encode(each, fields.add_special_tokens is not False, fields.parse_special, name="input")
+            if not each or not len(ids):  # a tokenizer may begin a text with a token of its own
+                raise ApiError(400, "input must have tokens, got none", "input")
+            if len(ids) >= self.max_length:  # the engine draws a token after them
+                raise self._too_long("input", f"{len(ids):,}, and one is drawn")
+            if max(ids) >= self.vocab_size:
+                raise ApiError(400, f"input must have tokens below {self.vocab_size}, got {max(ids)}", "input")
+            tokens.append(ids)
+        return self._prepare(fields, {"input": ""}, tokens, [fields.pooling_params()] * len(tokens), origin, [], None)
 
     def cache(self, body: bytes, origin: Origin) -> Document:
         """Parse a body of `/v1/caches`."""
@@ -282,17 +309,18 @@ class RequestParser:
         special: bool,
         parses_special: bool | None,
         fields: GenerationBody | None = None,
+        name: str = "prompt",
     ) -> np.ndarray:
         """Return the tokens of a prompt, int32 `[T]`; raise ApiError if it is longer than the longest sequence."""
         if fields is not None and fields.truncate_prompt_tokens is not None:
             return self._truncated(self._encode(prompt, special, parses_special), fields)
         if not isinstance(prompt, str):
             if len(prompt) > self.max_length:
-                raise self._too_long("prompt", f"{len(prompt):,}")
+                raise self._too_long(name, f"{len(prompt):,}")
             return np.array(prompt, np.int32)
         encode = self.tokenizer.encode if parses_special else self.chat_format.encoder.encode
-        self._check_size("prompt", len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
-        self._check_head("prompt", prompt)
+        self._check_size(name, len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
+        self._check_head(name, prompt)
         return np.array(encode(prompt, special), np.int32)
 
     def _chat_prompt(self, fields: ChatFields) -> ChatPrompt:
@@ -390,8 +418,13 @@ def sampling_defaults(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def parse_fields(model: type[_Model], body: bytes) -> _Model:
     """Return the fields of a body; raise ApiError if it is no JSON, or not of these fields and types."""
+    return validated(model, body)
+
+
+def validated(model: type[_Model], fields: bytes | dict[str, Any]) -> _Model:
+    """Return the fields of JSON, or of a dict; raise ApiError if they are not of the model's names and types."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(fields) if isinstance(fields, dict) else model.model_validate_json(fields)
     except ValidationError as error:
         raise not_valid(error) from None
 
@@ -441,8 +474,7 @@ def _check_prefix(fields: GenerationBody, prefix: Prefix | None) -> Prefix | Non
     return prefix
 
 
-def _prompts(fields: CompletionBody) -> list[str | list[int]]:
-    prompt = fields.prompt
+def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [cast(str | list[int], prompt)]
     return cast(list[str | list[int]], prompt)

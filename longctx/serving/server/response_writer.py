@@ -183,21 +183,24 @@ class LogprobLists:
         return Raw(b"".join([*pieces, b"}"]))
 
 
-def sse(data: bytes, event: str | None = None) -> bytes:
-    """Return an event of a stream."""
-    return format_sse_event(data_str=data.decode(), event=event)
-
-
-class Writer(ABC):
-    """Writes what a call's client gets, in the form of an API.
+class ResponseWriter(ABC):
+    """Writer of what a call's client gets, as a whole or as pieces of a stream, in the form of one API.
 
     Attributes:
+      done: bytes at the end of a stream.
       transfer_params: `kv_transfer_params` of the whole answer.
-      done: event after the last one.
     """
 
-    transfer_params: dict[str, Any] | None
-    done: bytes
+    prefix: str
+    done = b""
+
+    def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
+        self._call, self._bytes = call, token_bytes
+        self.id, self._model, self._created = f"{self.prefix}{call_id}", model, int(time.time())
+        self._num_prompt = sum(len(request.tokens) for request in call.requests)
+        self._num_cached = [0] * len(call.requests)
+        self._num_output = 0
+        self.transfer_params: dict[str, Any] | None = None
 
     @abstractmethod
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Any:
@@ -205,44 +208,43 @@ class Writer(ABC):
 
     @abstractmethod
     def begin(self) -> Iterator[Any]:
-        """Yield the chunks before any token."""
+        """Yield the pieces before any token."""
 
     @abstractmethod
     def pieces(self, number: int, events: Sequence[Event]) -> Iterator[Any]:
-        """Yield the chunks of the events of a request."""
+        """Yield the pieces of the events of a request."""
 
     @abstractmethod
     def end(self) -> Iterator[Any]:
-        """Yield the chunks after all others."""
+        """Yield the pieces after all events."""
 
-    def event(self, chunk: Any) -> bytes:
-        """Return a chunk as an event of a stream."""
-        return sse(encode(chunk))
+    def failed(self, error: ApiError) -> Iterator[Any]:
+        """Yield the pieces that end a stream with an error."""
+        yield error.body
 
-    def error(self, error: ApiError) -> bytes:
-        """Return the event of an error, which is the last one."""
-        return sse(encode(error.body))
+    def event(self, piece: Any) -> bytes:
+        """Return the server-sent event of a piece."""
+        return format_sse_event(data_str=encode(piece).decode())
+
+    def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
+        self._num_output += len(tokens) * self._call.copies
+        if output is not None:
+            self._num_cached[number] = max(self._num_cached[number], output.metrics.cached_tokens)
 
 
-class ResponseWriter(Writer):
-    """Writer of OpenAI's completions and chats. Choices are numbered over all prompts; each copy of one is written."""
+class ChoiceWriter(ResponseWriter):
+    """Writer of choices, which are numbered over all prompts; each copy of a choice is written."""
 
-    done = sse(b"[DONE]")
-    prefix: str
     object: str
     chunk_object: str
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
-        self._call, self._bytes = call, token_bytes
-        self.id, self._model, self._created = f"{self.prefix}-{call_id}", model, int(time.time())
+        super().__init__(call, call_id, model, token_bytes)
         options = call.body.stream_options
         self._reports_at_end = bool(options and options.include_usage)
         self._reports_always = bool(options and options.continuous_usage_stats)
-        self._num_prompt = sum(len(request.tokens) for request in call.requests)
-        self._num_cached = [0] * len(call.requests)
-        self._num_output = 0
         self._gives_tokens = bool(call.body.return_token_ids)
-        self.transfer_params: dict[str, Any] | None = None
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         choices: list[Choice] = []
@@ -299,11 +301,6 @@ class ResponseWriter(Writer):
         first = number * self._call.num_choices + index
         return range(first, first + self._call.copies)
 
-    def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
-        self._num_output += len(tokens) * self._call.copies
-        if output is not None:
-            self._num_cached[number] = max(self._num_cached[number], output.metrics.cached_tokens)
-
     def _usage(self, is_end: bool) -> Usage:
         details = PromptTokensDetails(sum(self._num_cached)) if is_end else None
         return Usage(self._num_prompt, self._num_output, self._num_prompt + self._num_output, details)
@@ -315,10 +312,10 @@ class ResponseWriter(Writer):
         return Answer(self.id, self.chunk_object, self._created, self._model, [choice], usage)
 
 
-class ChatWriter(ResponseWriter):
+class ChatWriter(ChoiceWriter):
     """Writer of `/v1/chat/completions`."""
 
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
@@ -400,10 +397,10 @@ def whole_message(parts: Iterable[Part]) -> Message:
     return message
 
 
-class CompletionWriter(ResponseWriter):
+class CompletionWriter(ChoiceWriter):
     """Writer of `/v1/completions`."""
 
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)

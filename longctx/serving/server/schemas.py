@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
@@ -45,6 +45,17 @@ def bodies_described() -> dict[str, Any]:
         schemas |= schema.pop("$defs", {})
         schemas[name] = schema
     return schemas
+
+
+def refuse(why: str) -> BeforeValidator:
+    """Refuse a field that is not supported and would change the answer; null, false and empty values pass."""
+
+    def check(value: Any) -> Any:
+        if value is None or value is False or value == [] or value == {}:
+            return None
+        raise ValueError(why)
+
+    return BeforeValidator(check)
 
 
 _MAX_STOP, _MAX_STOP_CHARACTERS = 32, 1024

@@ -194,6 +194,8 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(("engine", "  ".join(f"{engine[name]:,} {name.replace('_', ' ')}" for name in counts)))
     if summary["failed"]:
         rows.insert(1, ("failed requests", f"{summary['failed']:,}"))
+    if "errors" in summary:
+        rows += _http_rows(summary)
     if "usage" in summary:
         rows += _simulated_rows(summary)
     if "goodput" in summary:
@@ -202,10 +204,29 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
 
+def _http_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [_end_to_end(summary["e2e"])]
+    if summary["errors"]:
+        rows.append(("errors", ", ".join(f"{count:,} {kind}" for kind, count in summary["errors"].items())))
+    if summary["first_error"]:
+        rows.append(("first error", summary["first_error"]))
+    if summary["not_sent"]:
+        rows.append(("not sent", f"{summary['not_sent']:,}, which follow requests that failed"))
+    if summary["without_usage"]:
+        rows.append(("without usage", f"{summary['without_usage']:,} answers, whose tokens are counted by chunks"))
+    if summary["without_cached"]:
+        rows.append(("cache unknown", f"{summary['without_cached']:,} answers do not say what was found in the cache"))
+    return rows
+
+
+def _end_to_end(ends: dict[str, float] | None) -> tuple[str, str]:
+    return "end to end", "-" if ends is None else "  ".join(f"{p} {x:,.2f} s" for p, x in ends.items())
+
+
 def _simulated_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    used, ends = summary["usage"], summary["e2e"]
+    used = summary["usage"]
     rows = [
-        ("end to end", "-" if ends is None else "  ".join(f"{p} {x:,.2f} s" for p, x in ends.items())),
+        _end_to_end(summary["e2e"]),
         ("SLO", "-" if summary["in_time"] is None else f"{summary['in_time']:.1%} of requests kept all promises"),
         ("devices", f"{used['devices']:,}, busy {used['busy']:.1%}; {used['gpu_seconds']:,.0f} GPU-seconds"),
         ("MFU", f"{used['mfu']:.1%}, while busy {used['busy_mfu']:.1%}"),

@@ -1,3 +1,7 @@
+from .agents import AgentStatistics as AgentStatistics
+from .agents import AgentTraces as AgentTraces
+from .agents import ideal_hit_rate as ideal_hit_rate
+from .agents import make_agent_sessions as make_agent_sessions
 from .arrivals import arrive_at_rate as arrive_at_rate
 from .arrivals import closed_loop as closed_loop
 from .arrivals import jitter_arrivals as jitter_arrivals

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from longctx.models.validation import MAX_INT32, check_integer, check_real, shown
 from longctx.serving.validation import check_text
+from longctx.simulation.workloads.agents import AgentTraces, read_agent_traces
 from longctx.simulation.workloads.request import MAX_ARRIVAL, TRACE_BLOCK, WorkloadRequest
 
 _MAX_BLOCK = (1 << 64) - 1
@@ -38,8 +39,11 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
     tokens: the prompt is all prompts and answers before, and these. A turn comes `delay` milliseconds after the end of
     the one before, or at its `timestamp` if it has one and no `delay`. A first turn's `delay` means nothing.
 
+    Lines with `requests` are sessions of agents (AIPerf's agentic traces), as are a `.json` file and each one of a
+    folder: see `AgentTraces`.
+
     Args:
-      path: `.csv`, or JSON lines with any other suffix.
+      path: `.csv`, JSON lines with any other suffix, a `.json` file of a session, or a folder of such.
       limit: the most requests to read; None: all.
 
     Returns:
@@ -65,6 +69,8 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
     """
     if limit is not None:
         check_integer("limit", limit, 1)
+    if path.is_dir() or (path.suffix.lower() == ".json" and _is_session(path)):
+        return read_agent_traces(path, limit)
     requests: list[WorkloadRequest] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = _Lines(file)
@@ -80,6 +86,15 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
     if not requests:
         raise ValueError(f"{path}: it has no requests")
     return sorted(requests, key=lambda request: request.arrival)
+
+
+def _is_session(path: Path) -> bool:
+    """Whether a file is one JSON object with a session's requests, and not JSON lines."""
+    try:
+        found = json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "requests" in found
 
 
 class _Lines:
@@ -220,6 +235,7 @@ def read_json_lines(file: Iterable[str]) -> Iterator[WorkloadRequest]:
       BadRowError: a line has another form.
     """
     sessions: dict[str, _Session] = {}
+    agents, num_agents = AgentTraces(), 0
     lines = ((at, line) for at, line in enumerate(file, 1) if line.strip())
     for number, (at, line) in enumerate(lines):
         try:
@@ -229,6 +245,16 @@ def read_json_lines(file: Iterable[str]) -> Iterator[WorkloadRequest]:
         if not isinstance(values, dict):
             raise BadRowError(at, f"must be a JSON object, got {line.strip()[:40]}")
         row = Row(at, values)
+        if "requests" in values:
+            try:
+                turns = agents.read(values)
+            except (TypeError, ValueError) as error:
+                raise row.bad(error) from None
+            num_agents += 1
+            yield from turns
+            continue
+        if num_agents:
+            raise row.bad("'requests' is missing: the lines before are sessions of agents")
         request = _prompt(row, number) if "prompt" in values else _json_lengths(row, number)
         yield _turn(row, request, sessions) if "session_id" in row else request
 

@@ -45,3 +45,15 @@ def test_whole_answers_are_those_of_one_engine(router: Routed, three: list[Serve
             for a, b in zip(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], strict=True):
                 assert a == pytest.approx(b, abs=1e-4)
     router.wait_idle()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_are_those_of_one_engine(router: Routed, three: list[Served], pooling: str) -> None:
+    sent = {"input": [f"{pooling} {TEXT * 8}", "abc"], "pooling": pooling}
+    expected = post(three[0], sent | {"cache_salt": "alone"}, path="embeddings").json()
+    answer = router.client().post("/v1/embeddings", json=sent)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"] == expected["usage"]
+    for one, other in zip(answer.json()["data"], expected["data"], strict=True):
+        assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+    router.wait_idle()

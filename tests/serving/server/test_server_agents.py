@@ -147,25 +147,55 @@ def test_a_thought_is_apart(ours: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [
-        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
-        ({"guided_regex": "ab{2}"}, {"abb"}),
-        ({"regex": "ab{2}"}, {"abb"}),
-        ({"guided_grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
-        ({"grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
-        ({"ebnf": 'root ::= "x" | "y"'}, {"x", "y"}),
-        ({"grammar": {"type": "regex", "value": "ab{2}"}}, {"abb"}),
-        ({"grammar": {"type": "json", "value": {"const": 5}}}, {"5"}),
-        ({"json_schema": {"const": 5}}, {"5"}),
-        ({"json_schema": '{"const": 5}'}, {"5"}),
-        ({"guided_json": {"const": 5}}, {"5"}),
-        ({"response_format": {"type": "json_object", "schema": {"const": 5}}}, {"5"}),
-        ({"stop": ["b"], "include_stop_str_in_output": True, "guided_regex": "abc"}, {"ab"}),
-        ({"n_predict": 2, "guided_regex": "abc"}, {"ab"}),
+        (
+            {"guided_choice": ["yes", "no"]},
+            (
+                "yes",
+                "no",
+            ),
+        ),
+        (
+            {"structured_outputs": {"choice": ["yes", "no"]}},
+            (
+                "yes",
+                "no",
+            ),
+        ),
+        ({"guided_regex": "ab{2}"}, ("abb",)),
+        ({"regex": "ab{2}"}, ("abb",)),
+        (
+            {"guided_grammar": 'root ::= "x" | "y"'},
+            (
+                "x",
+                "y",
+            ),
+        ),
+        (
+            {"grammar": 'root ::= "x" | "y"'},
+            (
+                "x",
+                "y",
+            ),
+        ),
+        (
+            {"ebnf": 'root ::= "x" | "y"'},
+            (
+                "x",
+                "y",
+            ),
+        ),
+        ({"grammar": {"type": "regex", "value": "ab{2}"}}, ("abb",)),
+        ({"grammar": {"type": "json", "value": {"const": 5}}}, ("5",)),
+        ({"json_schema": {"const": 5}}, ("5",)),
+        ({"json_schema": '{"const": 5}'}, ("5",)),
+        ({"guided_json": {"const": 5}}, ("5",)),
+        ({"response_format": {"type": "json_object", "schema": {"const": 5}}}, ("5",)),
+        ({"stop": ["b"], "include_stop_str_in_output": True, "guided_regex": "abc"}, ("ab",)),
+        ({"n_predict": 2, "guided_regex": "abc"}, ("ab",)),
     ],
     ids=str,
 )
-def test_forms_of_texts_under_all_names(ours: openai.OpenAI, fields: dict[str, Any], texts: set[str]) -> None:
+def test_forms_of_texts_under_all_names(ours: openai.OpenAI, fields: dict[str, Any], texts: tuple[str, ...]) -> None:
     extra = {"max_tokens": None, **fields} if "n_predict" in fields else fields
     answer = ours.completions.create(model="tiny", prompt="So", max_tokens=20, extra_body=extra)
     assert answer.choices[0].text in texts

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -12,19 +11,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT
 
+from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
-from longctx.serving.server.chat_schemas import CacheBody, ChatBody, Message, TokenizeBody
+from longctx.serving.server.chat_schemas import CacheBody, ChatBody, TokenizeBody
+from longctx.serving.server.embeddings import EmbeddingBody, embedding_list
 from longctx.serving.server.errors import IGNORED, ApiError, no_such_model
 from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.messages_schemas import CountBody, MessagesBody
 from longctx.serving.server.messages_writer import MessagesWriter
 from longctx.serving.server.preparer import unless_gone
-from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall, response_named
-from longctx.serving.server.response_writer import ChatWriter, CompletionWriter, Writer, encode
-from longctx.serving.server.responses_schemas import Item, ResponsesBody, to_messages
-from longctx.serving.server.responses_store import History
+from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
+from longctx.serving.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter, encode
+from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.responses_writer import ResponsesWriter
 from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, body_of
 from longctx.serving.server.server import Server
@@ -66,45 +66,27 @@ def openai_router(server: Frontend) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await _respond(server, request, "completions")
+        return await respond(server, request, "completions")
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        return await _respond(server, request, "chat")
+        return await respond(server, request, "chat")
+
+    @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        """Return an embedding of each input."""
+        return await respond(server, request, "embeddings")
 
     @router.post("/v1/messages", openapi_extra=body_of(MessagesBody))
     async def messages(request: Request) -> Response:
         """Answer a chat in the form of Anthropic's API."""
-        return await _respond(server, request, "messages")
+        return await respond(server, request, "messages")
 
     @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
         return _json({"input_tokens": await prepare(request, "count_tokens")})
-
-    @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
-    async def create_response(request: Request) -> Response:
-        """Answer in the form of OpenAI's newer API, after an earlier response if there is one."""
-        return await _respond(server, request, "responses")
-
-    @router.get("/v1/responses/{response_id}")
-    async def get_response(request: Request, response_id: str) -> Response:
-        """Return a response that is kept."""
-        return _json(server.responses.get(client_of(request).tenant, response_id).response)
-
-    @router.delete("/v1/responses/{response_id}")
-    async def delete_response(request: Request, response_id: str) -> Response:
-        """Forget a response."""
-        server.responses.delete(client_of(request).tenant, response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
-
-    @router.get("/v1/responses/{response_id}/input_items")
-    async def input_items(request: Request, response_id: str) -> Response:
-        """List the items of a response's input."""
-        items = server.responses.get(client_of(request).tenant, response_id).items
-        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-        return _json({"object": "list", "data": items, "has_more": False} | ends)
 
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
@@ -177,17 +159,18 @@ def caches_router(server: Server) -> APIRouter:
     return router
 
 
-async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
+Keep = Callable[[ParsedCall, ResponseWriter], object]
+"""Is called with an answer that has ended, before its client has all of it."""
+
+
+async def respond(server: Frontend, request: Request, kind: Kind, keep: Keep = lambda call, writer: None) -> Response:
+    """Answer a request that generates tokens, as a whole or as a stream."""
     server.check_accepting()
     arrival = server.now()
     client = client_of(request)
     call_id = client.request_id
     async with server.bodies.read(request) as body:
-        origin = origin_of(request)
-        name = response_named(body) if kind == "responses" else None
-        if name is not None:
-            origin = origin._replace(history=server.responses.get(client.tenant, name, "previous_response_id").history)
-        call = await unless_gone(request, server.read(kind, body, origin))
+        call = await unless_gone(request, server.read(kind, body, origin_of(request)))
     params = call.body.kv_transfer_params
     if client.is_granted and not (params is not None and params.do_remote_decode and not params.do_remote_prefill):
         message = "a grant is for prompts that are read for another server: kv_transfer_params with do_remote_decode"
@@ -206,10 +189,12 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
         settle(0)
         raise
     active.settle, client.usage = settle, active.usage
-    writer = _make_writer(server, call, call_id)
+    if isinstance(call.body, EmbeddingBody):
+        return await _embeddings(server, request, call.body, call_id, active)
+    writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     ignored = _note_ignored(call.ignored)
     if call.body.stream:
-        return CallStream(server, call_id, _chunks(active, writer), "text/event-stream", _UNBUFFERED | ignored)
+        return CallStream(server, call_id, _chunks(active, writer, keep), "text/event-stream", _UNBUFFERED | ignored)
     try:
         outputs = await unless_gone(request, active.outputs())
     finally:
@@ -217,36 +202,30 @@ async def _respond(server: Frontend, request: Request, kind: Kind) -> Response:
     writer.transfer_params = response_params(server.transfers, call, outputs)
     size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
     size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
-    if size > _LARGE:  # other clients don't wait for it
-        return await asyncio.to_thread(lambda: _json(writer.whole(outputs), ignored))
-    return _json(writer.whole(outputs), ignored)
+    # Other clients don't wait for a large one.
+    answer = await asyncio.to_thread(writer.whole, outputs) if size > _LARGE else writer.whole(outputs)
+    keep(call, writer)
+    return await asyncio.to_thread(_json, answer, ignored) if size > _LARGE else _json(answer, ignored)
 
 
-def _keep_response(server: Frontend, call: ParsedCall, response: dict[str, Any]) -> None:
-    """Keep a response whose client has not said otherwise."""
-    if call.messages is None:
-        return
-    fields = [Item.model_validate(item) for item in response["output"]]
-    history = [*call.before, *call.messages, *to_messages(fields)]
-    tenant, root = call.requests[0].request.tenant, call.body.prompt_cache_key or response["id"]
-    items = [
-        {
-            "id": f"item_{number}",
-            "type": "message",
-            "role": each.role,
-            "content": [{"type": "input_text", "text": each.text}],
-        }
-        for number, each in enumerate(call.messages)
-    ]
-    server.responses.add(tenant, response, History(history, root), items)
+def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> ResponseWriter:
+    """Return the writer of a call's API."""
+    if isinstance(call.source, ResponsesBody):
+        return ResponsesWriter(call, call_id, model, token_bytes)
+    if isinstance(call.source, MessagesBody):
+        return MessagesWriter(call, call_id, model, token_bytes)
+    kind = ChatWriter if isinstance(call.body, ChatBody) else CompletionWriter
+    return kind(call, call_id, model, token_bytes)
 
 
-def _as_item(message: Message) -> dict[str, Any]:
-    """Return a message as an item of an input."""
-    if message.role == "tool":
-        return {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text}
-    kind = "output_text" if message.role == "assistant" else "input_text"
-    return {"type": "message", "role": message.role, "content": [{"type": kind, "text": message.text}]}
+async def _embeddings(
+    server: Frontend, request: Request, body: EmbeddingBody, call_id: str, active: ActiveCall
+) -> Response:
+    try:
+        outputs = await unless_gone(request, active.outputs())
+    finally:
+        server.end_call(call_id)
+    return await asyncio.to_thread(lambda: _json(embedding_list(body, outputs, server.model_name)))
 
 
 def _most_tokens(prepared: PreparedRequest) -> int:
@@ -287,8 +266,8 @@ def _seconds(name: str, milliseconds: str) -> float:
     return value / 1000
 
 
-async def _chunks(active: ActiveCall, writer: Writer) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. An error is one of them, which is the last."""
+async def _chunks(active: ActiveCall, writer: ResponseWriter, keep: Keep) -> AsyncIterator[bytes]:
+    """Yield the events of a stream. An error is among the last ones."""
     try:
         if first := b"".join(map(writer.event, writer.begin())):
             yield first
@@ -297,26 +276,12 @@ async def _chunks(active: ActiveCall, writer: Writer) -> AsyncIterator[bytes]:
             pieces = [writer.event(piece) for number, events in taken for piece in writer.pieces(number, events)]
             if pieces or not taken:
                 yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
-        last = b"".join(map(writer.event, writer.end())) + writer.done
+        last = [*map(writer.event, writer.end()), writer.done]
     except ApiError as error:
-        yield writer.error(error)
+        yield b"".join(map(writer.event, writer.failed(error)))
         return
-    if last:
-        yield last
-
-
-def _make_writer(server: Frontend, call: ParsedCall, call_id: str) -> Writer:
-    """Return the writer of a call's API."""
-    kind: type[MessagesWriter | ChatWriter | CompletionWriter] = CompletionWriter
-    if call.api == "responses":
-        responses = ResponsesWriter(call, call_id, server.model_name, server.token_bytes)
-        responses.keep = functools.partial(_keep_response, server, call)
-        return responses
-    if call.api == "anthropic":
-        kind = MessagesWriter
-    elif isinstance(call.body, ChatBody):
-        kind = ChatWriter
-    return kind(call, call_id, server.model_name, server.token_bytes)
+    keep(active.call, writer)
+    yield b"".join(last)
 
 
 def _json(answer: Any, headers: dict[str, str] | None = None) -> Response:
