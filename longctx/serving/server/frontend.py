@@ -24,7 +24,7 @@ from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
 from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
-from longctx.serving.server.responses_body import response_named
+from longctx.serving.server.responses_body import stored_names
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
@@ -126,9 +126,8 @@ class Frontend(ABC):
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body that is answered by generated tokens, after the conversation that it continues."""
-        named = response_named(body) if kind == "responses" else None
-        if named is not None:
-            origin = origin._replace(history=self.responses.history(origin.tenant, named))
+        if kind == "responses":
+            origin = origin._replace(history=self.responses.history(origin.tenant, *stored_names(body)))
         call: ParsedCall = await self.preparer.read(kind, body, origin)
         return call
 

@@ -72,7 +72,7 @@ class Document(NamedTuple):
 class Origin(NamedTuple):
     """Source of a call: its tenant, the id of its requests, and targets that its headers bring, in seconds.
 
-    `prefix`: of the cache that its body names. `history`: of the response that its body continues.
+    `prefix`: of the cache that its body names. `history`: stored items that it names.
     """
 
     tenant: str = ""
@@ -192,12 +192,11 @@ class RequestParser:
 
     def responses(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/responses`, which is answered as a chat."""
-        source = parse_fields(ResponsesBody, body)
-        session = f"resp_{origin.request_id}" if source.is_stored else None
-        if origin.history is not None:
-            session = origin.history.session
+        history = origin.history or History((), None, {})
+        source = parse_fields(ResponsesBody, body).resolve(history)
+        session = history.session or (f"resp_{origin.request_id}" if source.is_stored else None)
         try:
-            chat = validated(ChatBody, source.to_chat(origin.history, session))
+            chat = validated(ChatBody, source.to_chat(history, session))
             call = self._chat(chat, origin)
         except (ApiError, TypeError, ValueError) as error:
             raise in_names_of_responses(error) from None

@@ -13,7 +13,8 @@ from longctx.serving.server.errors import ApiError
 from longctx.serving.server.schemas import Body, refuse
 
 LOGPROBS = "message.output_text.logprobs"
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+REFERENCE = "item_reference"
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _STATELESS = "send the conversation as input, or previous_response_id"
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
@@ -55,7 +56,10 @@ Parts = Annotated[list[ItemPart], Field(max_length=1024, fail_fast=True)]
 
 
 class Item(Body):
-    """Item of a conversation: a message, a function's call or output, or the reasoning before an answer."""
+    """Item of a conversation: a message, a function's call or output, or the reasoning before an answer.
+
+    A reference stands for an item of a response that is kept, by its `id`.
+    """
 
     type: str = "message"
     id: str | None = Field(None, max_length=256)
@@ -76,7 +80,7 @@ class Item(Body):
         if self.type not in _ITEMS:
             raise ValueError(f"items of type {self.type[:40]!r} are not there: only {', '.join(_ITEMS)}")
         needed = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments")}
-        needed["function_call_output"] = ("call_id", "output")
+        needed |= {"function_call_output": ("call_id", "output"), REFERENCE: ("id",)}
         missing = [name for name in needed.get(self.type, ()) if getattr(self, name) is None]
         if missing:
             raise ValueError(f"an item of type {self.type} must have {', '.join(missing)}")
@@ -95,7 +99,7 @@ class Item(Body):
         return {"id": name, "status": "completed"} | item
 
 
-_items = TypeAdapter(list[Item])
+_items, _item = TypeAdapter(list[Item]), TypeAdapter(Item)
 
 
 def read_items(stored: bytes) -> list[Item]:
@@ -104,16 +108,22 @@ def read_items(stored: bytes) -> list[Item]:
 
 
 class History(NamedTuple):
-    """Conversation before a response: the stored items of its turns, each a JSON list, and the session they share."""
+    """Stored items that a body names.
 
-    response_id: str
+    Attributes:
+      turns: items of the conversation before the input, each turn a JSON list.
+      session: of that conversation; None: there is none.
+      referenced: items that the input refers to, as JSON, by id.
+    """
+
     turns: tuple[bytes, ...]
-    session: str
+    session: str | None
+    referenced: Mapping[str, bytes]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all items."""
-        return sum(map(len, self.turns))
+        return sum(map(len, self.turns)) + sum(map(len, self.referenced.values()))
 
 
 class TextFormat(Body):
@@ -253,14 +263,24 @@ class ResponsesBody(Body):
             return _items.validate_python([{"role": "user", "content": self.input}])
         return self.input
 
-    def to_chat(self, history: History | None, session: str | None) -> dict[str, Any]:
+    def resolve(self, history: History) -> "ResponsesBody":
+        """Return the body with items in place of references to them."""
+        if isinstance(self.input, str) or all(item.type != REFERENCE for item in self.input):
+            return self
+        items = [
+            _item.validate_json(history.referenced[str(item.id)]) if item.type == REFERENCE else item
+            for item in self.input
+        ]
+        return self.model_copy(update={"input": items})
+
+    def to_chat(self, history: History, session: str | None) -> dict[str, Any]:
         """Return the fields of the chat completion that answers this.
 
         Args:
           history: the conversation before the input.
           session: whose pages the chat continues, unless `prompt_cache_key` names one.
         """
-        before = [item for turn in history.turns for item in read_items(turn)] if history is not None else []
+        before = [item for turn in history.turns for item in read_items(turn)]
         messages = chat_messages([*before, *self.items])
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -353,16 +373,27 @@ def in_names_of_responses(error: Exception) -> Exception:
     return type(error)(f"{_PARAMS[name]} {rest}") if name in _PARAMS else error
 
 
-class _Continued(msgspec.Struct):
+class _Reference(msgspec.Struct):
+    type: str | None = None
+    id: str | None = None
+
+
+class _Named(msgspec.Struct):
     previous_response_id: str | None = None
+    input: str | list[_Reference] = ""
 
 
-def response_named(body: bytes) -> str | None:
-    """Return the response that a body continues; None: none, or the body is not valid, as its parser will report."""
+def stored_names(body: bytes) -> tuple[str | None, list[str]]:
+    """Return the response that a body continues, and the items that it refers to.
+
+    There are none in a body that is not valid, as its parser will report.
+    """
     try:
-        return msgspec.json.decode(body, type=_Continued).previous_response_id
+        named = msgspec.json.decode(body, type=_Named)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
+        return None, []
+    items = [] if isinstance(named.input, str) else named.input
+    return named.previous_response_id, [item.id for item in items if item.type == REFERENCE and item.id is not None]
 
 
 def describe(body: ResponsesBody, answered: Mapping[str, Any]) -> dict[str, Any]:

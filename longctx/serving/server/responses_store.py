@@ -6,7 +6,7 @@ output alone; those of earlier turns are shared, and remain while a later turn n
 
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class ResponseStore:
                 return  # it was deleted meanwhile: a conversation without its beginning is none
             previous = own[body.previous_response_id].turn
             previous.users += 1
-        items = [item.shown(f"item_{name}_{number}") for number, item in enumerate(body.items)]
+        items = [item.shown(f"item_{name.removeprefix('resp_')}_{number}") for number, item in enumerate(body.items)]
         turn = _Turn(previous, _write(items), _write(answer["output"]))
         stored = _Stored(_write(answer), turn, session, self._clock() + self._life)
         self._stored[tenant][name] = stored
@@ -113,15 +113,31 @@ class ResponseStore:
         self._find(tenant, name, "response_id")
         self._remove(tenant, name)
 
-    def history(self, tenant: str, name: str) -> History:
-        """Return the conversation up to a response; raise ApiError if the tenant has none of this id."""
-        stored = self._find(tenant, name, "previous_response_id")
+    def history(self, tenant: str, previous: str | None, referenced: Iterable[str] = ()) -> History:
+        """Return what a body of a tenant names: the conversation up to a response, and items of responses.
+
+        Raises:
+          ApiError: the tenant has no such response or item.
+        """
+        items = {name: self._item(tenant, name) for name in referenced}
+        if previous is None:
+            return History((), None, items)
+        stored = self._find(tenant, previous, "previous_response_id")
         chain = stored.turn.chain
         if len(chain) > MAX_TURNS:
             message = f"previous_response_id has {len(chain):,} turns, and may have {MAX_TURNS:,}: send them as input"
             raise ApiError(400, message, "previous_response_id")
-        turns = tuple(items for turn in chain for items in (turn.input, turn.output))
-        return History(name, turns, stored.session)
+        return History(tuple(items for turn in chain for items in (turn.input, turn.output)), stored.session, items)
+
+    def _item(self, tenant: str, name: str) -> bytes:
+        """Return an item, whose id has that of its response in it: request ids of clients may have underscores."""
+        response, own = f"resp_{'_'.join(name.split('_')[1:-1])}", self._stored.get(tenant)
+        turn = own[response].turn if own is not None and response in own else None
+        for item in [] if turn is None else [*_read(turn.input), *_read(turn.output)]:
+            if item["id"] == name:
+                return _write(item)
+        message = f"input refers to the item {name[:80]!r}, which is of no response that is kept: send the item itself"
+        raise ApiError(404, message, "input", "item_not_found")
 
     def input_items(self, tenant: str, name: str, limit: int, order: str, after: str | None) -> dict[str, Any]:
         """Return a page of the items that a response was made from, those of earlier turns among them."""

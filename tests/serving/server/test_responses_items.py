@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from longctx.serving.server.answer_parts import Part
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.responses_body import Item, ResponsesBody, chat_messages, describe, read_items
+from longctx.serving.server.responses_body import History, Item, ResponsesBody, chat_messages, describe, read_items
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.responses_writer import OutputItems
 
@@ -65,7 +65,7 @@ def test_tools_and_formats_are_those_of_a_chat() -> None:
         seed=5,
         chat_template_kwargs={"enable_thinking": True},
     )
-    chat = fields.to_chat(None, "session")
+    chat = fields.to_chat(History((), None, {}), "session")
     assert chat["tools"] == [{"type": "function", "function": {"name": "run", "parameters": schema, "strict": True}}]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "run"}}
     assert chat["parallel_tool_calls"] is False

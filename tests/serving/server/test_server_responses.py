@@ -142,6 +142,20 @@ def test_a_response_is_continued_by_its_id(letters: Served) -> None:
     assert (newest.data[0].content[0].text, newest.has_more) == ("66", True)
 
 
+def test_input_may_refer_to_items_that_are_kept(letters: Served) -> None:
+    """As Vercel's AI SDK sends what it was answered."""
+    first = ask(letters, "22")
+    (own,) = letters.openai().responses.input_items.list(first.id)
+    references = [{"type": "item_reference", "id": item.id} for item in (own, first.output[0])]
+    second = ask(letters, [*references, {"role": "user", "content": "44"}])
+    chat = f"\nQ: 22\nA: {first.output_text}\nQ: 44\nA: "
+    assert second.output_text == answer_to(chat)
+    # The item itself is kept with the second response.
+    letters.openai().responses.delete(first.id)
+    third = ask(letters, "66", previous_response_id=second.id)
+    assert third.output_text == answer_to(f"{chat}{second.output_text}\nQ: 66\nA: ")
+
+
 def test_what_is_not_stored_is_not_found(letters: Served) -> None:
     answer = ask(letters, store=False)
     assert answer.store is False
@@ -175,7 +189,8 @@ def test_input_tokens_are_counted_without_an_answer(letters: Served) -> None:
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options"),
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1_0"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
         ({"input": "A" * 100_000}, "input"),
@@ -226,6 +241,9 @@ def test_a_tenant_has_no_access_to_the_responses_of_another(tenants: Served) -> 
         lambda: bob.responses.retrieve(made.id),
         lambda: bob.responses.delete(made.id),
         lambda: bob.responses.input_items.list(made.id),
+        lambda: bob.responses.create(
+            input=[{"type": "item_reference", "id": made.output[0].id}], extra_body=EXTRA, **FIELDS
+        ),
         lambda: bob.responses.create(input="D", previous_response_id=made.id, extra_body=EXTRA, **FIELDS),
     ):
         with pytest.raises(openai.NotFoundError):
