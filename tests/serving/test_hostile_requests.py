@@ -61,6 +61,7 @@ VALID_SAMPLING = {
     "min_tokens": st.integers(0, 1),
     "logprobs": st.none(),
     "prompt_logprobs": st.none(),
+    "pooling": st.none(),
 }
 VALID_REQUEST = {
     "prompt": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),

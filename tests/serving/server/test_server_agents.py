@@ -224,7 +224,7 @@ def test_responses_go_on_after_each_other(ours: openai.OpenAI, tiny: Served) -> 
     assert second.previous_response_id == first.id
     again = ours.responses.retrieve(second.id)
     assert again.output_text == second.output_text
-    [item] = ours.responses.input_items.list(second.id).data
+    item = ours.responses.input_items.list(second.id).data[0]
     assert item.type == "message"
     bob = tiny.openai(KEYS[1].key)
     for ask in (bob.responses.retrieve, bob.responses.delete):
