@@ -20,7 +20,7 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.server.answer_parts import AnswerReader
 from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
-from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses
+from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses, response_id
 from longctx.serving.server.schemas import (
     Body,
     CacheBody,
@@ -248,7 +248,7 @@ class RequestParser:
         """Parse a body of `/v1/responses`, which is answered as a chat."""
         history = origin.history or History((), None, {})
         source = parse_fields(ResponsesBody, body).resolve(history)
-        session = history.session or (f"resp_{origin.request_id}" if source.is_stored else None)
+        session = history.session or (response_id(str(origin.request_id)) if source.is_stored else None)
         try:
             chat = validated(ChatBody, source.to_chat(history, session))
             call = self._chat(chat, origin)
