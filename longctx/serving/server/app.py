@@ -89,6 +89,8 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:
         error = _no_such_path(request)
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        error = ApiError(405, f"{request.url.path[:200]} takes no {request.method}", headers=error.headers)
     elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif isinstance(error, RequestValidationError):

@@ -24,7 +24,7 @@ from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
 from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
-from longctx.serving.server.responses_body import stored_names
+from longctx.serving.server.responses_body import response_id, stored_names
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
@@ -180,8 +180,9 @@ class Frontend(ABC):
         return [
             active
             for call_id, active in self.calls.items()
-            if name
-            in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}", f"resp_{call_id}", f"msg_{call_id}")
+            if name == active.shown_id
+            or name == response_id(call_id)
+            or name in (call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}", f"msg_{call_id}")
         ]
 
     @property

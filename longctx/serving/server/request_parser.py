@@ -20,7 +20,7 @@ from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields,
 from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.messages_schemas import CountBody, MessagesBody
-from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses
+from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses, response_id
 from longctx.serving.server.schemas import Body, CompletionBody, DetokenizeBody, GenerationBody
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.structured import NamedGrammar
@@ -194,7 +194,7 @@ class RequestParser:
         """Parse a body of `/v1/responses`, which is answered as a chat."""
         history = origin.history or History((), None, {})
         source = parse_fields(ResponsesBody, body).resolve(history)
-        session = history.session or (f"resp_{origin.request_id}" if source.is_stored else None)
+        session = history.session or (response_id(str(origin.request_id)) if source.is_stored else None)
         try:
             chat = validated(ChatBody, source.to_chat(history, session))
             call = self._chat(chat, origin)

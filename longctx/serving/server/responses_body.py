@@ -3,6 +3,7 @@
 Fields that the Responses API does not have, such as `seed` or `top_k`, are those of a chat completion.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,6 +19,8 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning", REFER
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _STATELESS = "send the conversation as input, or previous_response_id"
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
+
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9.-]")
 
 # Fields of chats that have another name here, or no meaning.
 _OTHER_NAMES = {
@@ -320,6 +323,11 @@ class ResponsesBody(Body):
             variables = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
             chat["chat_template_kwargs"] = variables | (chat.get("chat_template_kwargs") or {})
         return chat
+
+
+def response_id(call_id: str) -> str:
+    """Return the id of a call's response, which a URL can have, whatever id its client sent."""
+    return f"resp_{_NOT_IN_IDS.sub('-', call_id)}"
 
 
 def text_of(content: str | Sequence[ItemPart] | None) -> str:

@@ -130,8 +130,8 @@ class ResponseStore:
         return History(tuple(items for turn in chain for items in (turn.input, turn.output)), stored.session, items)
 
     def _item(self, tenant: str, name: str) -> bytes:
-        """Return an item, whose id has that of its response in it: request ids of clients may have underscores."""
-        response, own = f"resp_{'_'.join(name.split('_')[1:-1])}", self._stored.get(tenant)
+        """Return an item, in whose id that of its response is the second part."""
+        response, own = f"resp_{''.join(name.split('_')[1:2])}", self._stored.get(tenant)
         turn = own[response].turn if own is not None and response in own else None
         for item in [] if turn is None else [*_read(turn.input), *_read(turn.output)]:
             if item["id"] == name:

@@ -12,7 +12,7 @@ from longctx.serving.server.answer_parts import Part
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.request_parser import ParsedCall
 from longctx.serving.server.response_writer import ResponseWriter, chat_logprobs, encode
-from longctx.serving.server.responses_body import ResponsesBody, describe
+from longctx.serving.server.responses_body import ResponsesBody, describe, response_id
 
 _Event = dict[str, Any]
 _STATUSES = {"stop": "completed", "length": "incomplete", "cancelled": "cancelled", "moved": "cancelled"}
@@ -130,6 +130,7 @@ class ResponsesWriter(ResponseWriter):
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
+        self.id = response_id(call_id)
         assert isinstance(call.source, ResponsesBody)
         self._source = call.source
         self._reader, self._items = call.new_reader(), OutputItems(self.id)

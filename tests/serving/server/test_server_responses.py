@@ -144,7 +144,8 @@ def test_a_response_is_continued_by_its_id(letters: Served) -> None:
 
 def test_input_may_refer_to_items_that_are_kept(letters: Served) -> None:
     """As Vercel's AI SDK sends what it was answered."""
-    first = ask(letters, "22")
+    first = ask(letters, "22", extra_headers={"x-request-id": "my_own/id?"})
+    assert letters.openai().responses.retrieve(first.id) == first
     (own,) = letters.openai().responses.input_items.list(first.id)
     references = [{"type": "item_reference", "id": item.id} for item in (own, first.output[0])]
     second = ask(letters, [*references, {"role": "user", "content": "44"}])
@@ -224,6 +225,24 @@ def test_a_path_that_is_not_there_says_what_is(letters: Served, path: str) -> No
     assert path in error["message"]
     assert "/v1/responses" in error["message"]
     assert error["code"] == "unknown_url"
+
+
+def test_a_method_that_a_path_does_not_take_is_named(letters: Served) -> None:
+    with pytest.raises(openai.APIStatusError, match="/v1/responses/compact takes no POST") as caught:
+        letters.openai().responses.compact(model=NAME, input="ABC")
+    assert caught.value.status_code == 405
+
+
+def test_a_response_that_is_aborted_is_cancelled() -> None:
+    with served(fake_engine()) as running:
+        running.executor.pause = 0.05
+        stream = ask(running, stream=True, max_output_tokens=100)
+        first = next(iter(stream))
+        with running.http_client() as client:
+            client.post("/abort_requests", json={"request_ids": [first.response.id]}).raise_for_status()
+        last = list(stream)[-1]
+        assert (last.type, last.response.status) == ("response.failed", "cancelled")
+        assert last.response.output[0].status == "incomplete"
 
 
 @pytest.fixture(scope="module")
