@@ -29,7 +29,7 @@ from longctx.serving.runner.sampler import (
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
-GREEDY, TEMPERATURE, FILTERS, MASKS, LOGPROBS = SamplingLevel
+GREEDY, TEMPERATURE, MASKS, FILTERS, LOGPROBS = SamplingLevel
 
 NO_PENALTIES: dict[str, float] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -296,15 +296,20 @@ def test_masked_tokens_are_those_of_logits_without_the_others(seed: int) -> None
         positions,
         seen,
     )
-    for level in (MASKS, LOGPROBS):
+    for level in (FILTERS, LOGPROBS):
         tokens = jit_sample(logits, level, controls, positions, seen, None, mask)
         np.testing.assert_array_equal(tokens, expected)
         assert is_allowed[np.arange(ROWS), tokens].all()
     empty = np.zeros_like(mask)
     assert jit_sample(logits, MASKS, controls, positions, seen, None, empty).tolist() == [-1] * ROWS
+    plain = controls_of([SamplingParams(temperature=1.0, seed=number) for number in range(ROWS)])
+    np.testing.assert_array_equal(
+        jit_sample(logits, MASKS, plain, positions, seen, None, mask),
+        jit_sample(logits, FILTERS, plain, positions, np.zeros_like(seen), None, mask),
+    )
     np.testing.assert_array_equal(
         jit_sample(logits, FILTERS, controls, positions, seen),
-        jit_sample(logits, MASKS, controls, positions, seen, None, np.full_like(mask, -1)),
+        jit_sample(logits, FILTERS, controls, positions, seen, None, np.full_like(mask, -1)),
     )
 
 

@@ -28,10 +28,10 @@ class SamplingLevel(IntEnum):
     """The most likely token."""
     TEMPERATURE = 1
     """A random token, by temperature and min_p."""
-    FILTERS = 2
-    """Biases, penalties, top_k and top_p."""
-    MASKS = 3
+    MASKS = 2
     """Masks of the tokens that may come: grammars, and other rules of `TokenMask`."""
+    FILTERS = 3
+    """Biases, penalties, top_k and top_p."""
     LOGPROBS = 4
     """Log probabilities of the token and of the most likely ones."""
 
@@ -181,10 +181,10 @@ class SamplingParams:
         """The lowest level of sampling that computes what is asked for."""
         if self.logprobs is not None:
             return SamplingLevel.LOGPROBS
-        if self.has_mask:
-            return SamplingLevel.MASKS
         if self.top_k is not None or self.top_p < 1 or self.has_penalties or self.logit_bias:
             return SamplingLevel.FILTERS
+        if self.has_mask:
+            return SamplingLevel.MASKS
         return SamplingLevel.TEMPERATURE if self.temperature > 0 else SamplingLevel.GREEDY
 
 

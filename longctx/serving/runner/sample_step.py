@@ -142,15 +142,17 @@ def _sample_rows(
     inputs: SampleInputs,
     masks: Array | None,
 ) -> SampledTokens:
-    """On a device: sample for the rank's rows. Below `FILTERS` the vocabulary stays sharded."""
+    """On a device: sample for the rank's rows. Below `MASKS` the vocabulary stays sharded."""
     rank, logits = index_of("context"), local_logits(model, mesh, outer, rows)
     controls, positions = Controls.unpack(inputs.controls[rank]), inputs.positions[rank]
-    if level < SamplingLevel.FILTERS:
+    if level < SamplingLevel.MASKS:
         return SampledTokens(sample_tokens(logits, level, controls, positions, axes=VOCABULARY_AXES))
     logits = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
-    own_seen, *own_bias = (x[jnp.maximum(inputs.slots[rank], 0)] for x in (seen, *bias))
-    own_mask = None if masks is None else masks[rank]
-    tokens = sample_tokens(logits, level, controls, positions, own_seen, LogitBias(*own_bias), own_mask)
+    own_mask, own_seen, own_bias = None if masks is None else masks[rank], None, None
+    if level >= SamplingLevel.FILTERS:
+        own_seen, *biases = (x[jnp.maximum(inputs.slots[rank], 0)] for x in (seen, *bias))
+        own_bias = LogitBias(*biases)
+    tokens = sample_tokens(logits, level, controls, positions, own_seen, own_bias, own_mask)
     logprobs = token_logprobs(logits, tokens, shape.num_top) if level == SamplingLevel.LOGPROBS else ()
     return SampledTokens(tokens, *logprobs)
 

@@ -112,13 +112,14 @@ def sample_tokens(
       bias: of each row, likewise.
       mask: int32 `[R, ceil(V / 32)]`, a bit for each token that may come, the lowest first; read from
         `SamplingLevel.MASKS` on. None: all may.
-      axes: mesh axes over which the vocabulary is sharded, the slowest first; none from `FILTERS` on.
+      axes: mesh axes over which the vocabulary is sharded, the slowest first; none from `MASKS` on.
 
     Returns:
       The tokens; -1 for a row with a logit that is NaN or +inf, or with no finite one.
     """
+    if level >= SamplingLevel.MASKS:
+        assert not axes, "masks, biases, penalties, top_k and top_p take logits of the whole vocabulary"
     if level >= SamplingLevel.FILTERS:
-        assert not axes, "biases, penalties, top_k and top_p take logits of the whole vocabulary"
         logits = logits if bias is None else bias.add_to(logits)
         logits = logits if seen is None else _penalise(logits, seen, controls)
     if level >= SamplingLevel.MASKS and mask is not None:

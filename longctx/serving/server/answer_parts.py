@@ -153,6 +153,8 @@ class AnswerReader:
         assert self._tools is not None
         begin, end = self._tools.begin, self._tools.end
         at = self._held.find(end, len(begin)) if end else -1
+        while at >= 0 and _ends_in_text(self._held[len(begin) : at]):
+            at = self._held.find(end, at + 1)
         if end and at >= 0:
             body, rest = self._held[len(begin) : at], self._held[at + len(end) :]
         elif not is_end:
@@ -184,7 +186,8 @@ class AnswerReader:
         assert self._tools is not None
         if self._call is None:
             head = _HEAD.match(body)
-            if head is None or (name := json.loads(f'"{head[1]}"')) not in self._form.names:
+            name = None if head is None else _unescaped(head[1])
+            if head is None or name is None or name not in self._form.names:
                 return False
             self._call = _CallReader(head.end())
             parts.append(self._begin(name))
@@ -221,6 +224,24 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.){1,256})"\s*,\s*"(?:ar
 _BEGINNINGS = '{"name":"', '{"type":"function","name":"'
 
 
+def _unescaped(text: str) -> str | None:
+    """Return a text that stands in JSON; None: it can't."""
+    try:
+        return str(json.loads(f'"{text}"'))
+    except ValueError:
+        return None
+
+
+def _ends_in_text(body: str) -> bool:
+    """Return whether the beginning of a call ends within a text of its arguments, where no mark counts."""
+    head = _HEAD.match(body)
+    if head is None:
+        return False
+    reader = _CallReader(head.end())
+    reader.read(body)
+    return reader.is_in_text
+
+
 def _may_begin_call(text: str) -> bool:
     text = re.sub(r"\s", "", text.lstrip().removeprefix(PYTHON_TAG)[:200])
     return any(text.startswith(each) or each.startswith(text) for each in _BEGINNINGS)
@@ -231,7 +252,7 @@ class _CallReader:
 
     def __init__(self, start: int) -> None:
         self._at, self._depth = start, 0
-        self._in_text = self._is_escaped = self._is_over = False
+        self.is_in_text = self._is_escaped = self._is_over = False
 
     def read(self, body: str) -> str:
         """Return what of the object is new in a text that has grown."""
@@ -239,11 +260,11 @@ class _CallReader:
         while self._at < len(body) and not self._is_over:
             letter = body[self._at]
             self._at += 1
-            if self._in_text:
-                self._in_text = self._is_escaped or letter != '"'
+            if self.is_in_text:
+                self.is_in_text = self._is_escaped or letter != '"'
                 self._is_escaped = letter == "\\" and not self._is_escaped
             elif letter == '"':
-                self._in_text = True
+                self.is_in_text = True
             elif letter in "{[":
                 self._depth += 1
             elif letter in "}]":

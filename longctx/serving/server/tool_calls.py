@@ -159,7 +159,10 @@ def parse_mistral_calls(text: str) -> list[Call]:
         head = _NAMED.match(part)
         if head is None:
             raise ValueError("no call")
-        json.loads(part[head.end() :])
+        try:
+            json.loads(part[head.end() :])
+        except RecursionError:
+            raise ValueError("too deep") from None
         found.append(Call(head[1], part[head.end() :].strip()))
     return found
 

@@ -58,6 +58,21 @@ CASES: list[tuple[str, str, Wanted]] = [
         'text [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 2}',
         [("text", "text "), call('{"a": 1}'), call('{"a": 2}')],
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call> \\"</tool_call>"}}</tool_call>x',
+        [call('{"a": "</tool_call> \\"</tool_call>"}'), ("text", "x")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>x',
+        [call('{"a": 1'), ("text", "x")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "a\\xd", "arguments": {}}</tool_call>',
+        [("text", '<tool_call>{"name": "a\\xd", "arguments": {}}</tool_call>')],
+    ),
     ("mistral", "[TOOL_CALLS] none", [("text", "[TOOL_CALLS] none")]),
     (
         "llama3_json",
@@ -198,7 +213,18 @@ def test_strict_tools_are_called_by_their_schemas_in_the_middle_of_a_text() -> N
 
 @pytest.mark.parametrize("family", sorted(PARSE))
 @pytest.mark.parametrize(
-    "text", ["", "[" * 100_000, '{"name": 5}', "[[[]]]", "null", '[{"name": "a"}, 5]', "a(b=", "{" * 5000]
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        '{"name": 5}',
+        "[[[]]]",
+        "null",
+        '[{"name": "a"}, 5]',
+        "a(b=",
+        "{" * 5000,
+        'add{"a":' + "[" * 100_000,
+    ],
 )
 def test_hostile_texts_are_no_calls(family: str, text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
