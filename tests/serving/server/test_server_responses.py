@@ -199,6 +199,9 @@ def test_input_tokens_are_counted_without_an_answer(letters: Served) -> None:
         ({"model": "another"}, "model"),
         ({"extra_body": {"max_tokens": 3}}, None),
         ({"extra_body": {"n": 2}}, None),
+        ({"extra_body": {"return_token_ids": True}}, None),
+        ({"extra_body": {"seed": "x"}}, "seed"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(letters: Served, options: dict[str, Any], param: str | None) -> None:
