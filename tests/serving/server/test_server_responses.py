@@ -164,6 +164,23 @@ def test_what_is_not_stored_is_not_found(letters: Served) -> None:
         letters.openai().responses.retrieve(answer.id)
 
 
+def test_metrics_count_what_is_kept(letters: Served) -> None:
+    def kept() -> dict[str, float]:
+        with letters.http_client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("longctx:stored_response")]
+        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in found}
+
+    store, answer = letters.server.responses, ask(letters)
+    shown = ("longctx:stored_responses", "longctx:stored_response_bytes")
+    for is_deleted in (False, True):
+        if is_deleted:
+            letters.openai().responses.delete(answer.id)
+        expected = dict(zip(shown, map(float, (store.num_responses, store.num_bytes)), strict=True))
+        # Metrics are written anew once a second.
+        letters.wait_until("the metrics are those of the store", lambda expected=expected: kept() == expected)
+
+
 def test_input_tokens_are_counted_without_an_answer(letters: Served) -> None:
     first = ask(letters, "22")
     counted = letters.openai().responses.input_tokens.count(model=NAME, input="44", previous_response_id=first.id)
