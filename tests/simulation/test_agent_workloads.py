@@ -162,7 +162,7 @@ def test_the_ideal_is_of_whole_blocks_and_never_all() -> None:
 
 def test_the_benchmark_has_a_line_for_each_cluster() -> None:
     requests = [request for request in make_agent_sessions(4, seed=3) if request.number < 12]
-    name = "2 prefill, 2 decode, 1 TB each"
+    name = "1 prefill, 1 decode, 1 TB"
     record = simulate(requests, name)
     assert len(record.served) == 12
     cells = [cell.strip() for cell in row(name, requests, record).strip("|").split("|")]
