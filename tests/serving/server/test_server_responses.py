@@ -247,6 +247,13 @@ def test_a_path_that_is_not_there_says_what_is(letters: Served, path: str) -> No
     assert error["code"] == "unknown_url"
 
 
+def test_fields_that_no_api_has_are_named_in_a_header(letters: Served) -> None:
+    with letters.http_client() as client:
+        answer = client.post("/v1/responses", json={"input": "ABC", "foo": 1, "seed": 2, **FIELDS, **EXTRA})
+    assert answer.status_code == 200
+    assert answer.headers["x-longctx-ignored-fields"] == "foo"
+
+
 def test_a_method_that_a_path_does_not_take_is_named(letters: Served) -> None:
     with pytest.raises(openai.APIStatusError, match="/v1/responses/compact takes no POST") as caught:
         letters.openai().responses.compact(model=NAME, input="ABC")
