@@ -6,7 +6,7 @@ from typing import Any
 
 from longctx.cli import command_parser
 from longctx.cli.flags import flag, prefixing
-from longctx.cli.terminal import FAILED, Console, report_error
+from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.workload import keep_fitting, loop_users, print_results, read_requests, write_json
 from longctx.models.builtin import TINY
 from longctx.models.validation import MAX_INT32
@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     requests = read_requests(options)
     found: dict[str, Any] = {}
     is_complete = False
+    interrupts.leave_to_python()
     try:
         asyncio.run(_measure(options, requests, record, console, found))
         is_complete = True

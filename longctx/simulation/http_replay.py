@@ -98,8 +98,12 @@ class _Answer:
             raise _Failed(f"an error in the stream: {str(kind or 'unnamed')[:60]}")
         if isinstance(event.get("usage"), dict):
             self.usage = event["usage"]
-        for choice in event.get("choices") or ():
-            tokens = len(choice.get("token_ids") or ()) or bool(choice.get("text"))
+        choices = event.get("choices") or []
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise _Failed("an event whose choices are no objects")
+        for choice in choices:
+            ids = choice.get("token_ids")
+            tokens = (len(ids) if isinstance(ids, list) else 0) or bool(choice.get("text"))
             for _ in range(tokens):
                 self.metrics.note_token(self.clock())
             self.is_whole |= choice.get("finish_reason") is not None
@@ -113,12 +117,18 @@ class _Answer:
             raise _Failed("an answer without tokens")
         metrics.finished = metrics.last_token
         record.without_usage += not usage
-        metrics.output_tokens = usage.get("completion_tokens") or metrics.output_tokens
-        metrics.prompt_tokens = usage.get("prompt_tokens") or metrics.prompt_tokens
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        metrics.output_tokens = _count(usage, "completion_tokens") or metrics.output_tokens
+        metrics.prompt_tokens = _count(usage, "prompt_tokens") or metrics.prompt_tokens
+        cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
         record.without_cached += cached is None
         metrics.cached_tokens = cached or 0
         return metrics
+
+
+def _count(values: Any, name: str) -> int | None:
+    """Return a number that a server reports; None: it does not."""
+    found = values.get(name) if isinstance(values, dict) else None
+    return found if isinstance(found, int) and found >= 0 else None
 
 
 class _Replay:

@@ -42,6 +42,25 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     print(json.dumps({"steps": engine.stats().steps}))
 
 
+def embeds(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Pool prompts beside others that generate, and compare with a dense computation."""
+    engine, oracle = make_engine(group, options)
+    if not group.is_first:
+        engine.follow()
+        return
+    random, size = np.random.default_rng(0), oracle.model.config.hidden_size
+    prompts = [random.integers(0, 50, length).tolist() for length in (3, 45, 30, 61)]
+    generating = SamplingParams(max_tokens=9, ignore_eos=True)
+    params = [generating, *(SamplingParams(max_tokens=1, pooling=x) for x in ("mean", "last", "mean"))]  # type: ignore[arg-type]
+    outputs = engine.generate(prompts, params)
+    assert outputs[0].token_ids == oracle.expected_tokens(prompts[0], generating)
+    for prompt, sampling, output in zip(prompts[1:], params[1:], outputs[1:], strict=True):
+        hidden = oracle.model(oracle.params | {"lm_head": np.eye(size, dtype=np.float32)}, np.array(prompt))
+        expected = np.mean(hidden, 0) if sampling.pooling == "mean" else np.asarray(hidden)[-1]
+        assert output.embedding is not None
+        np.testing.assert_allclose(output.embedding, expected, atol=1e-4)
+
+
 def tiers(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Ask about documents again that the devices have forgotten; print how many tokens of them were loaded."""
     tier_config = TierConfig(host_bytes=1 << 20, disk_bytes=1 << 20, disk=options["disk"])

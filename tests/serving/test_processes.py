@@ -138,6 +138,14 @@ def test_tokens_equal_those_of_one_device(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1), (1, 1, 2)])
+def test_embeddings_equal_those_of_one_device(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    plan = dict(zip(("stage", "context", "tensor"), sizes, strict=True)) | {"rank_tokens": 16}
+    with processes(tmp_path, "embeds", 2, plan=plan, failure_timeout=120, join_timeout=120) as group:
+        assert group.statuses(500) == [0, 0], "\n".join(map(group.output, range(2)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2), (2, 2, 1)])
 def test_tokens_equal_those_of_one_device_where_processes_share_a_feed_forward(
     sizes: tuple[int, int, int], tmp_path: Path

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.agents import row, simulate
 from longctx.simulation.workloads import (
     AgentTraces,
     WorkloadRequest,
@@ -157,3 +158,15 @@ def test_the_ideal_is_of_whole_blocks_and_never_all() -> None:
     assert ideal_hit_rate([request]) == 0
     assert ideal_hit_rate([request, again]) == 64 / 256
     assert ideal_hit_rate([request, again, longer]) == (64 + 128) / (256 + 129)
+
+
+def test_the_benchmark_has_a_line_for_each_cluster() -> None:
+    requests = [request for request in make_agent_sessions(4, seed=3) if request.number < 12]
+    name = "1 prefill, 1 decode, 1 TB"
+    record = simulate(requests, name)
+    assert len(record.served) == 12
+    cells = [cell.strip() for cell in row(name, requests, record).strip("|").split("|")]
+    assert cells[:2] == [name, "12"]
+    assert all(cell.endswith(" s") for cell in cells[2:6])
+    # Pages of 512 tokens: an answer is computed again by the instance that reads the next prompt.
+    assert 80 < float(cells[7].rstrip("%")) <= 100

@@ -260,10 +260,11 @@ class HttpServer(uvicorn.Server):
         self.connections = Connections(most, by_address)
         if self.tls is not None:
             self.reload()  # it may have taken long until now
-        await super().startup(sockets=[])
         for listener in sockets or ():
             listener.setblocking(False)
-            listener.listen(_BACKLOG)
+            listener.listen(_BACKLOG)  # before `started` is set, after which no client is to be refused
+        await super().startup(sockets=[])
+        for listener in sockets or ():
             self.loop.add_reader(listener, self._accept, listener)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

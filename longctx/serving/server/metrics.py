@@ -18,6 +18,7 @@ from longctx.serving.request.output import FinishReason, Metrics, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
 from longctx.serving.server.caches import Caches
+from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import (
     Histogram,
     RenderedMetrics,
@@ -71,6 +72,7 @@ class ServerMetrics(RenderedMetrics):
     Attributes:
       refusals: how many requests were refused, by reason.
       caches: documents that are kept; None: not counted.
+      responses: of `/v1/responses`; None: not counted.
       transfers: of pages, by direction; None: requests don't move.
     """
 
@@ -85,6 +87,7 @@ class ServerMetrics(RenderedMetrics):
         self._kept = {kind: {"true": 0, "false": 0} for kind in ("ttft", "tpot")}
         self.refusals = dict.fromkeys(_REFUSALS, 0)
         self.caches: Caches | None = None
+        self.responses: ResponseStore | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
         self._register()
         thread.on_step.append(self.observe_step)
@@ -153,6 +156,10 @@ class ServerMetrics(RenderedMetrics):
             yield from self._of_transfers(self.transfers)
         if store is not None or self.transfers is not None:
             yield from self._of_loads()
+        if self.responses is not None:
+            kept, size = self.responses.num_responses, self.responses.num_bytes
+            yield gauge(_PREFIX + "stored_responses", "Responses of /v1/responses that are kept.", self._labels, kept)
+            yield gauge(_PREFIX + "stored_response_bytes", "Bytes of their items and answers.", self._labels, size)
 
     def _of_vllm(self) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too."""

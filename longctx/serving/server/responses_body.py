@@ -95,7 +95,8 @@ class Item(Body):
         if isinstance(self.content, str):
             kind = "output_text" if self.role == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": self.content}]
-        for part in item.get("content", ()):
+        of_item = [item[field] for field in ("content", "output", "summary") if isinstance(item.get(field), list)]
+        for part in (part for parts in of_item for part in parts):
             part.pop("text" if part["type"] == "refusal" else "refusal", None)
             if part["type"] == "output_text":
                 part["annotations"] = []

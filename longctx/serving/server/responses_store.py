@@ -85,7 +85,7 @@ class ResponseStore:
     @property
     def num_responses(self) -> int:
         """Responses of all tenants."""
-        return sum(map(len, self._stored.values()))
+        return sum(map(len, tuple(self._stored.values())))  # metrics are written in another thread
 
     def add(self, tenant: str, body: ResponsesBody, answer: dict[str, Any], session: str) -> None:
         """Keep a response, whose body has the items of its own input."""

@@ -81,7 +81,7 @@ class Server(Frontend):
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
         self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)
-        self.metrics.caches = self.caches
+        self.metrics.caches, self.metrics.responses = self.caches, self.responses
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:

@@ -192,6 +192,8 @@ def test_errors_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixtur
                 stream(handler, b"{}", kind="application/json")
             case 7:
                 handler.connection.close()
+            case 8:
+                stream(handler, events({"choices": ["x"]}))
             case _:
                 stream(handler, events(chunk(), chunk(), chunk(), LAST, USAGE), DONE)
 
@@ -203,7 +205,7 @@ def test_errors_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert len(server.bodies) == 1
         assert results(path)["summary"]["not_sent"] == 8
         del server.bodies[:]
-        assert bench(server.url, "--requests", "9", "--rate", "20", "--model", "other", "--json", str(path)) == 1
+        assert bench(server.url, "--requests", "10", "--rate", "20", "--model", "other", "--json", str(path)) == 1
         assert {body["model"] for _, body, _ in server.bodies} == {"other"}
     summary = results(path)["summary"]
     errors = summary["errors"]
@@ -217,12 +219,13 @@ def test_errors_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixtur
         "an answer without tokens": 1,
         "an event that is no JSON": 1,
         "an answer that is no stream of events": 1,
+        "an event whose choices are no objects": 1,
     }
-    assert (summary["requests"], summary["failed"]) == (2, 7)
+    assert (summary["requests"], summary["failed"]) == (2, 8)
     assert (summary["output_tokens"], summary["prompt_tokens"]) == (6, 60)
     assert (summary["without_usage"], summary["without_cached"]) == (0, 2)
     printed = capsys.readouterr()
-    assert "failed: 7 of 9 requests" in printed.err
+    assert "failed: 8 of 10 requests" in printed.err
     assert 'first error      {"error": {"message": "slow down"}}' in printed.out
 
 

@@ -6,12 +6,20 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from longctx.serving.server.answer_parts import Part
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.responses_body import History, Item, ResponsesBody, chat_messages, describe, read_items
+from longctx.serving.server.responses_body import (
+    History,
+    Item,
+    ResponsesBody,
+    chat_messages,
+    describe,
+    in_names_of_responses,
+    read_items,
+)
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.responses_writer import OutputItems
 
@@ -52,6 +60,39 @@ def test_answers_that_follow_each_other_are_messages_of_their_own() -> None:
     assert [m["role"] for m in after_output] == ["assistant", "tool", "assistant", "tool"]
     # What is said after a call is another message: a template writes a message's calls behind its text.
     assert [m["content"] for m in chat_messages(items(CALL, said))] == [None, "a"]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "a"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
+        CALL,
+        OUTPUT,
+        OUTPUT | {"output": [{"type": "input_text", "text": "2"}]},
+    ],
+)
+def test_items_are_shown_in_the_form_of_the_client(item: dict[str, Any]) -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+    (given,) = items(item)
+    shown = given.shown("item_7_0")
+    assert adapter.validate_python(shown).id == "item_7_0"
+    # Nothing is there that the client did not send, or its types do not have.
+    assert "refusal" in str(item) or "refusal" not in str(shown)
+    assert chat_messages(items(shown)) == chat_messages([given])
+
+
+def test_errors_about_a_chat_have_the_names_of_responses() -> None:
+    error = in_names_of_responses(ApiError(400, "response_format: it must be an object", "response_format", "c"))
+    assert isinstance(error, ApiError)
+    assert (error.message, error.param, error.code) == ("text.format: it must be an object", "text.format", "c")
+    renamed = in_names_of_responses(ValueError("max_completion_tokens must be at least 1"))
+    assert str(renamed) == "max_output_tokens must be at least 1"
+    for other in (ApiError(400, "seed must be less", "seed"), TypeError("seed must be less")):
+        assert in_names_of_responses(other) is other
 
 
 def test_tools_and_formats_are_those_of_a_chat() -> None:

@@ -164,6 +164,23 @@ def test_what_is_not_stored_is_not_found(letters: Served) -> None:
         letters.openai().responses.retrieve(answer.id)
 
 
+def test_metrics_count_what_is_kept(letters: Served) -> None:
+    def kept() -> dict[str, float]:
+        with letters.http_client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("longctx:stored_response")]
+        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in found}
+
+    store, answer = letters.server.responses, ask(letters)
+    shown = ("longctx:stored_responses", "longctx:stored_response_bytes")
+    for is_deleted in (False, True):
+        if is_deleted:
+            letters.openai().responses.delete(answer.id)
+        expected = dict(zip(shown, map(float, (store.num_responses, store.num_bytes)), strict=True))
+        # Metrics are written anew once a second.
+        letters.wait_until("the metrics are those of the store", lambda expected=expected: kept() == expected)
+
+
 def test_input_tokens_are_counted_without_an_answer(letters: Served) -> None:
     first = ask(letters, "22")
     counted = letters.openai().responses.input_tokens.count(model=NAME, input="44", previous_response_id=first.id)
@@ -199,6 +216,9 @@ def test_input_tokens_are_counted_without_an_answer(letters: Served) -> None:
         ({"model": "another"}, "model"),
         ({"extra_body": {"max_tokens": 3}}, None),
         ({"extra_body": {"n": 2}}, None),
+        ({"extra_body": {"return_token_ids": True}}, None),
+        ({"extra_body": {"seed": "x"}}, "seed"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(letters: Served, options: dict[str, Any], param: str | None) -> None:
@@ -225,6 +245,13 @@ def test_a_path_that_is_not_there_says_what_is(letters: Served, path: str) -> No
     assert path in error["message"]
     assert "/v1/responses" in error["message"]
     assert error["code"] == "unknown_url"
+
+
+def test_fields_that_no_api_has_are_named_in_a_header(letters: Served) -> None:
+    with letters.http_client() as client:
+        answer = client.post("/v1/responses", json={"input": "ABC", "foo": 1, "seed": 2, **FIELDS, **EXTRA})
+    assert answer.status_code == 200
+    assert answer.headers["x-longctx-ignored-fields"] == "foo"
 
 
 def test_a_method_that_a_path_does_not_take_is_named(letters: Served) -> None:
