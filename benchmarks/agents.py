@@ -5,7 +5,7 @@ from AIPerf's agentic traces by `--trace`. Of each cluster: time to the first to
 after it, and of those for which it is late (p99); and the share of the prompts' tokens that was found in a cache,
 beside that of an unlimited cache.
 
-- `simulated`: LLaMA-3-70B on 16 H100 in virtual time. Predictions: nothing is measured.
+- `simulated`: LLaMA-3-70B on 8 H100 in virtual time. Predictions: nothing is measured.
 - `real`: two processes of the built-in model behind `longctx serve --cluster` on this machine, all lengths divided by
   32 and times between turns by 10, short sessions, as `longctx bench --url` sends them.
 """
@@ -46,7 +46,6 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "2 that do both, devices alone": {"coupled": 2},
     "2 that do both, 1 TB of host memory each": {"coupled": 2, "coupled_host_bytes": 1000 * GB},
     "1 prefill, 1 decode, devices alone": {"prefill": 1, "decode": 1, "host_bytes": 0},
-    "1 prefill, 1 decode, 250 GB": {"prefill": 1, "decode": 1, "host_bytes": 250 * GB},
     "1 prefill, 1 decode, 1 TB": {"prefill": 1, "decode": 1, "host_bytes": 1000 * GB},
 }
 REAL = {"devices alone": [], "256 MiB of host memory each": ["kv-host-bytes = 268435456"]}
@@ -87,7 +86,7 @@ def main() -> None:
 def simulate(requests: Sequence[WorkloadRequest], name: str) -> Record:
     """Serve the sessions in virtual time on one of `SIMULATED`."""
     config = ConductorConfig(policy="kvcache_centric", admission="none", ttft=30.0, tpot=0.1)
-    plan, topology = ParallelPlan(tensor=8), Topology.preset("h100-rdma")
+    plan, topology = ParallelPlan(tensor=4), Topology.preset("h100-rdma")
     deployment = ClusterDeployment(
         MODELS["llama-3-70b"], topology, plan, coupled_chunk=2048, config=config, **SIMULATED[name]
     )

@@ -156,7 +156,7 @@ class _Replay:
                     group.create_task(self._serve(group, request, request.arrival))
         finally:
             record.seconds = time.monotonic() - self._start
-            record.not_sent = self._total - len(record.served) - record.failed
+        record.not_sent = self._total - len(record.served) - record.failed
 
     async def _serve(self, group: asyncio.TaskGroup, request: WorkloadRequest, due: float) -> None:
         """Send a request when it is due, and let others follow it."""
