@@ -27,9 +27,9 @@ SPEED = 2.0
 SHAPE, HOSTS = "8P+8D", 8
 # Of as many machines fewer that decode, and a shorter TBT in seconds: towards where decode binds before prefill does.
 SWEEP = (("13P+3D", TPOT), ("14P+2D", TPOT), ("15P+1D", TPOT), (SHAPE, 0.03))
-# 20 machines (6.3), whose workload is not said. Here both pools bind: by the trace's lengths 3 decode instances are
-# full when 17 prefill instances are busy. It comes as often as 6 times the trace.
-MACHINES, COPIES, MINUTES = "17P+3D", 6, 20
+# 20 machines (6.3), whose workload is not said. Here both pools bind: by the trace's lengths 4 decode instances are
+# full when 16 prefill instances are busy. It comes as often as 6 times the trace.
+MACHINES, COPIES, MINUTES = "16P+4D", 6, 20
 THRESHOLD = 0.8
 """Load of the decode pool above which early rejection accepts no request (6.1: "a predefined threshold"). Before a
 decode the SLO and memory are the limit. With the same limit before both, a place that is free is given away to all who
