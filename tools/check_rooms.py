@@ -26,26 +26,26 @@ SERVING = "longctx/serving"
 ROOMS = {
     "kernels": Room(("longctx/kernels",), 8340, 60, 6000),  # partitioning for JAX's own sharding came after the plan
     "parallel": Room(("longctx/parallel",), 4900, 25, 2800),
-    "models": Room(("longctx/models",), 6070, 32, 4200),
+    "models": Room(("longctx/models",), 6080, 32, 4200),
     "nnx": Room(("longctx/nnx",), 1260, 7, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 2000, 12, 1200),
-    "engine": Room((f"{SERVING}/engine",), 3590, 16, 2600),
-    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4500, 26, 3300),
-    "KV cache": Room((f"{SERVING}/kv_cache",), 3390, 19, 2600),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 2420, 14, 1200),
+    "engine": Room((f"{SERVING}/engine",), 3650, 16, 2600),
+    "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4670, 26, 3300),
+    "KV cache": Room((f"{SERVING}/kv_cache",), 3420, 19, 2600),
     "predictor": Room((f"{SERVING}/predictor",), 1630, 9, 900),
     "scheduler": Room((f"{SERVING}/scheduler",), 4140, 16, 2700),
     "distributed": Room((f"{SERVING}/distributed",), 1990, 13, 1400),
     "recording": Room(
         (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1590, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 6600, 32, 4200),
+    "server": Room((f"{SERVING}/server",), 9540, 46, 4200),
     "cluster": Room(("longctx/cluster",), 8590, 47, 6500),
-    "simulation": Room(("longctx/simulation",), 8010, 48, 6500),
-    "command line": Room(("longctx/cli",), 4370, 26, 2400),
-    "longctx": Room(("longctx",), 71480, 407, 50000),
+    "simulation": Room(("longctx/simulation",), 8670, 50, 6500),
+    "command line": Room(("longctx/cli",), 4500, 27, 2400),
+    "longctx": Room(("longctx",), 76010, 426, 50000),
     "papers": Room(("papers",), 5880, 44, 4500),
-    "tests": Room(("tests",), 60430, 387, 38000),
-    "benchmarks": Room(("benchmarks",), 9270, 66, 8000),
+    "tests": Room(("tests",), 63350, 401, 38000),
+    "benchmarks": Room(("benchmarks",), 9480, 68, 8000),
 }
 
 
