@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), model.abstract_params())
     save_checkpoint(directory, model, params)
     return directory
+
+
+def test_generate_continues_standard_input(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the cat sat on the mat")
+    arguments = ["generate", "--model", str(checkpoint), "--max-tokens", "5", "--quiet", "--prompt-file"]
+    assert main([*arguments, str(prompt)]) == 0
+    expected = capfd.readouterr().out
+    with prompt.open() as file, os.fdopen(os.dup(0)) as before:
+        os.dup2(file.fileno(), 0)
+        try:
+            assert main([*arguments, "-"]) == 0
+        finally:
+            os.dup2(before.fileno(), 0)
+    assert capfd.readouterr().out == expected
 
 
 def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

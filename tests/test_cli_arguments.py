@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from longctx import cli
-from longctx.cli import COMMANDS, command_flags, command_parser
+from longctx.cli import COMMANDS, command_flags, command_parser, vllm_flags
 from longctx.cli.flags import Flags, add_flags, read
 from longctx.cli.settings import engine_config, parallel_plan
 from longctx.models.builtin import TINY
@@ -153,3 +154,58 @@ def test_every_target_has_a_flag() -> None:
 def test_what_is_no_preset() -> None:
     with pytest.raises(ValueError, match=r"^--preset: invalid choice: 'orca'"):
         parse("--preset", "orca")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ("--max-model-len 512", "max_length", 512),
+        ("--max_model_len=512", "max_length", 512),
+        ("--tensor-parallel-size 2", "tensor", 2),
+        ("-tp 2 -pp=4", "stage", 4),
+        ("--max-num-seqs 3", "max_running", 3),
+        ("--max-num-batched-tokens 128", "token_budget", 128),
+        ("--block-size 16", "page_size", 16),
+        ("--num-gpu-blocks-override 9", "num_pages", 9),
+        ("--kv-cache-dtype fp8", "kv_dtype", "float8_e4m3fn"),
+        ("--kv-cache-dtype auto --dtype auto", "kv_dtype", None),
+        ("--dtype half", "dtype", "float16"),
+        ("--dtype=bfloat16", "dtype", "bfloat16"),
+        ("--no-enable-prefix-caching", "prefix_cache", False),
+        ("--enable-prefix-caching --enable-chunked-prefill --port 8001", "port", 8001),
+        ("some/model --served-model-name gpt", "model", "some/model"),
+        ("--tenant-weight a=2", "tenant_weights", [("a", 2.0)]),
+    ],
+)
+def test_flags_of_vllm_serve_that_mean_the_same_are_read(given: str, name: str, value: object) -> None:
+    assert getattr(parse(*given.split()), name) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("--gpu-memory-utilization 0.9", "--gpu-memory-utilization is vLLM's: set XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        ("a-model --swap_space=4", "--swap_space is vLLM's: use --kv-host-bytes, such as 4GiB"),
+        ("a-model --model another", "--model is given twice: the first argument, 'a-model', is a model too"),
+        ("--max-model-len many", "--max-model-len: invalid int value: 'many'"),
+        ("--kv-cache-dtype", "--kv-cache-dtype: expected one argument"),
+        ("--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("--enable-prefix-caching=yes", "unrecognized arguments: --enable-prefix-caching=yes"),
+        ("--port 8000 a-model", "unrecognized arguments: a-model"),
+    ],
+)
+def test_other_flags_of_vllm_serve_are_refused_with_what_to_use_here(given: str, error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        parse(*given.split())
+
+
+def test_errors_of_settings_name_the_flag_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--max-model-len", "0"]) == 2
+    assert capsys.readouterr().err.startswith("longctx: --max-model-len must be an integer of at least 1")
+
+
+def test_what_to_use_instead_names_flags_that_are_there() -> None:
+    text = " ".join([*vllm_flags.SAME.values(), *vllm_flags.INSTEAD.values()])
+    there = {option for action in command_flags("serve") for option in action.option_strings}
+    assert {*re.findall(r"--[a-z-]+", text)} <= there
+    assert not {*vllm_flags.SAME, *vllm_flags.INSTEAD, *vllm_flags.ALWAYS} & there

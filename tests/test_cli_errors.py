@@ -40,7 +40,7 @@ WRONG: dict[str, list[tuple[str | list[str], str]]] = {
         ("--prompt-tokens 9999999", "longer than the model's context of 131072 tokens"),
         ("--prompt-tokens 999999999999999999999999999999", "--prompt-tokens must be at most"),
         ("--rate 1e-300", "--rate must be at least 1e-06"),
-        ("--workload /", "--workload: / is a directory"),
+        ("--workload {folder}", "places0: it has no sessions of agents (.json)"),
         ("--workload /proc/none", "--workload: no such file: /proc/none"),
         ("--workload {latin}", "latin:1: it is not UTF-8: "),
         ("--workload {surrogate}", "surrogate:1: prompt must be valid Unicode"),

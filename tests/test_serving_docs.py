@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from longctx.cli import command_flags
+from longctx.cli import command_flags, vllm_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
 from longctx.serving.server.chat_schemas import ChatBody
 from longctx.serving.server.known_fields import HARMLESS, REFUSED
@@ -70,6 +70,7 @@ def test_every_field_of_responses_is_in_their_table() -> None:
 
 def test_flags_of_the_server_exist() -> None:
     known = {option for action in command_flags("serve") for option in action.option_strings}
+    known |= {*vllm_flags.SAME, *vllm_flags.ALWAYS, *vllm_flags.INSTEAD}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE.replace(section("Behind a router"), "")))
     assert named - known == set()
     assert len(named) > 15

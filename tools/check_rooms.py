@@ -41,10 +41,10 @@ ROOMS = {
     "server": Room((f"{SERVING}/server",), 9540, 46, 4200),
     "cluster": Room(("longctx/cluster",), 8590, 47, 6500),
     "simulation": Room(("longctx/simulation",), 8670, 50, 6500),
-    "command line": Room(("longctx/cli",), 4500, 27, 2400),
-    "longctx": Room(("longctx",), 76010, 426, 50000),
+    "command line": Room(("longctx/cli",), 4630, 28, 2400),
+    "longctx": Room(("longctx",), 76090, 427, 50000),
     "papers": Room(("papers",), 5880, 44, 4500),
-    "tests": Room(("tests",), 63350, 401, 38000),
+    "tests": Room(("tests",), 63420, 401, 38000),
     "benchmarks": Room(("benchmarks",), 9480, 68, 8000),
 }
 

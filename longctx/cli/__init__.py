@@ -93,7 +93,29 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
         return _parse_without_command(arguments)
-    parser, given = command_parser(name), arguments[1:]
+    if name == "serve":
+        return name, _parse_serve(arguments[1:])
+    return name, _parse_command(name, arguments[1:])
+
+
+def _parse_serve(arguments: list[str]) -> argparse.Namespace:
+    """Parse the flags of `serve`, those of `vllm serve` among them, which errors name as they were given."""
+    from longctx.cli.vllm_flags import translate
+
+    translated = translate(arguments)
+    try:
+        options = _parse_command("serve", translated.arguments)
+    except ValueError as error:
+        raise ValueError(translated.named(str(error))) from None
+    for parsed in options.fields.values():
+        for field, each in parsed.items():
+            parsed[field] = each._replace(flag=translated.given.get(each.flag, each.flag))
+    return options
+
+
+def _parse_command(name: str, given: list[str]) -> argparse.Namespace:
+    """Parse the flags of a command."""
+    parser = command_parser(name)
     options = parser.parse_args(given)
     from longctx.cli.config_file import config_arguments, preset_arguments
     from longctx.cli.flags import check_options
@@ -105,7 +127,7 @@ def parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
         parser.set_defaults(**vars(parser.parse_args(before)))
         options = parser.parse_args(given)
     check_options(options)
-    return name, options
+    return options
 
 
 def _parse_without_command(arguments: list[str]) -> NoReturn:

@@ -122,7 +122,7 @@ class GenerateFlags:
     """`longctx generate`."""
 
     prompt: Annotated[str | None, "text to continue"] = None
-    prompt_file: Annotated[Path | None, "file of the text to continue"] = None
+    prompt_file: Annotated[Path | None, "file of the text to continue; -: standard input"] = None
     chat: Annotated[bool, "the prompt is a user's message: apply the chat template"] = False
     chunk_size: Annotated[Positive, "the most prompt tokens of a step"] = 1024
 

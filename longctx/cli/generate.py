@@ -1,6 +1,7 @@
 """`longctx generate`: continue a prompt with a Hugging Face checkpoint."""
 
 import argparse
+from pathlib import Path
 
 from longctx.cli.engine import EngineLoader, decode_rate, initialize_processes, show_compiling, steps
 from longctx.cli.files import check_prompt, read_text
@@ -26,7 +27,8 @@ def run(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.prompt_file is None):
         raise ValueError("--prompt or --prompt-file must be given, and not both")
     if options.prompt is None:
-        text = read_text("--prompt-file", options.prompt_file)
+        is_piped = options.prompt_file == Path("-")
+        text = read_text("--prompt-file", Path("/dev/stdin") if is_piped else options.prompt_file)
     else:
         text = check_prompt("--prompt", options.prompt)
     with initialize_processes(options) as group:

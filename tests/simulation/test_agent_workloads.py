@@ -106,16 +106,16 @@ def test_files_and_folders_are_read(tmp_path: Path) -> None:
     ("changes", "match"),
     [
         ({"requests": []}, "requests must have some"),
-        ({"requests": {}}, "requests must be a list"),
+        ({"requests": {}}, "'requests' must be a list"),
         ({"requests": [3]}, "requests must be objects"),
         ({"requests": [{"in": 3, "out": 1}]}, "t must"),
         ({"requests": [turn(-1, 3, 1, [])]}, "t must"),
         ({"requests": [turn(0, 0, 1, [])]}, "in must"),
         ({"requests": [turn(0, 2, -1, [])]}, "out must"),
         ({"requests": [turn(0, 2, 1, [-3])]}, "hash_ids must"),
-        ({"requests": [turn(0, 2, 1, 3)]}, "hash_ids must be a list"),  # type: ignore[arg-type]
+        ({"requests": [turn(0, 2, 1, 3)]}, "'hash_ids' must be a list"),  # type: ignore[arg-type]
         ({"requests": [turn(0, 2, 1, [], "x")]}, "api_time must"),  # type: ignore[arg-type]
-        ({"requests": [{"type": "subagent", "t": 0}]}, "requests must be a list"),
+        ({"requests": [{"type": "subagent", "t": 0}]}, "'requests' must be a list"),
         ({"block_size": 0}, "block_size must"),
     ],
 )

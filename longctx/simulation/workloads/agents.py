@@ -128,7 +128,7 @@ def _flatten(entries: Iterable[Any], offset: float) -> Iterator[_Recorded]:
 def _list(name: str, values: Mapping[str, Any], default: Any = None) -> Any:
     found = values.get(name, default)
     if not isinstance(found, list | tuple):
-        raise TypeError(f"{name} must be a list, got {shown(found)}")
+        raise TypeError(f"{name!r} must be a list, got {shown(found)}")
     return found
 
 
