@@ -16,7 +16,6 @@ from longctx.cli.config_file import flag_arguments
 from longctx.cli.files import read_text
 from longctx.cli.flags import naming, prefixing, read
 from longctx.cli.serve_settings import (
-    LOOPBACK,
     chat_template,
     check_transfer_flags,
     model_names,
@@ -42,7 +41,14 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.kv_cache.secret import SecretFiles
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
-from longctx.serving.server.settings import ApiKey, ObserverSettings, ServerSettings, hash_key, read_keys
+from longctx.serving.server.settings import (
+    ApiKey,
+    ObserverSettings,
+    ServerSettings,
+    hash_key,
+    is_loopback,
+    read_keys,
+)
 from longctx.serving.server.tls import Tls
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
@@ -152,7 +158,7 @@ def _check_access(options: argparse.Namespace, settings: ServerSettings) -> None
         Peers(options.kv_peer, "localhost")
     if not settings.admin_keys:
         for flag, needs in (
-            (f"--host {options.host}", options.host not in LOOPBACK),
+            (f"--host {options.host}", not is_loopback(options.host)),
             ("--instance-key-file", options.instance_key_file is not None),
         ):
             if needs:

@@ -1,5 +1,6 @@
 """Leases: their pages are those of one sequence, as long as it has them, and are not kept from others for long."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -75,11 +76,12 @@ class Clock:
         return self.now
 
 
-def leased_engine(prompts: list[list[int]], **options: Any) -> Engine:
+def leased_engine(prompts: list[list[int]], tenants: Sequence[str] = (), **options: Any) -> Engine:
     engine = storing_engine(FakeStore(), 40, **options)
     engine.now = Clock()
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(prompt, ONE, lease=f"lease {i}"))
+        tenant = tenants[i] if tenants else ""
+        engine.submit(Request(prompt, ONE, lease=f"lease {i}", tenant=tenant))
     run(engine, {})
     return engine
 
@@ -91,6 +93,14 @@ def test_leases_that_nobody_asks_for_make_room() -> None:
     assert output.finish_reason == "length"
     assert 1 < engine.now() - begun < 5
     assert "lease 1" in engine.core.leases
+
+
+def test_leases_of_the_tenant_that_has_most_make_room() -> None:
+    engine = leased_engine([[1] * 32, [2] * 48, [3] * 48], ["quiet", "noisy", "noisy"])  # 8 + 12 + 12 of 40 pages
+    begun = engine.now()
+    engine.generate([[4] * 60], ONE)
+    assert 1 < engine.now() - begun < 5
+    assert [f"lease {i}" in engine.core.leases for i in range(3)] == [True, False, True]
 
 
 def test_less_than_half_of_the_pages_wait_for_five_seconds() -> None:

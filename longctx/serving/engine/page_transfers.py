@@ -22,7 +22,7 @@ PRESSED_SECONDS = 5.0
 """The same, while a sequence waits for memory."""
 MOST_LEASED = 0.5
 """The share of all pages that leases may have while a sequence waits for memory: the oldest ones go that were not asked
-for within `LEAST_SECONDS`."""
+for within `LEAST_SECONDS`, of tenants that have more than an equal part of it."""
 LEAST_SECONDS = 1.0
 
 _TELL_SECONDS = 0.5  # after which a process tells the first one again that a lease is asked for
@@ -144,7 +144,7 @@ class PageTransfers:
         limit = PRESSED_SECONDS if self._core.lacks_room else LEASE_SECONDS
         for lease_id in leases.over():  # the oldest first
             idle = now - self._asked.setdefault(lease_id, now)
-            is_too_much = self._core.lacks_room and leases.num_pages > MOST_LEASED * pool.num_pages
+            is_too_much = self._core.lacks_room and leases.exceed(MOST_LEASED * pool.num_pages, lease_id)
             if idle > (LEAST_SECONDS if is_too_much else limit):
                 self._release(lease_id)
 

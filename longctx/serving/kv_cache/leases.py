@@ -4,6 +4,7 @@ Source: Mooncake, section 3, figure 4 (pages are streamed to the decoding side w
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,16 @@ class Leases:
         """Pages that are held for ended sequences, each as often as leases have it."""
         leases = tuple(self._leases.values())  # metrics are read while an engine runs
         return sum(len(lease.pages) for lease in leases if lease.is_over)
+
+    def exceed(self, most: float, lease_id: str) -> bool:
+        """Whether leases hold more than so many pages, and those of one lease's tenant more than an equal part."""
+        if self.num_pages <= most:
+            return False
+        by_tenant = Counter[str]()
+        for lease in self._leases.values():
+            by_tenant[lease.owner.tenant] += len(lease.pages) if lease.is_over else 0
+        tenants = sum(map(bool, by_tenant.values()))
+        return by_tenant[self._leases[lease_id].owner.tenant] * tenants > most
 
     def over(self) -> list[str]:
         """The leases of sequences that have ended."""

@@ -73,6 +73,7 @@ class Client:
       subject: what an administrative action is done to, for the audit log.
       is_granted: whether a router lets it have a prompt of this tenant read here, and do nothing else.
       usage: of its call, if it makes one.
+      uncount: is called if the server could not serve the request, which then does not count for `limit`.
     """
 
     tenant: str
@@ -84,6 +85,7 @@ class Client:
     subject: str = ""
     is_granted: bool = False
     usage: Usage | None = None
+    uncount: Callable[[], object] = lambda: None
 
     def may(self, *scopes: KeyScope) -> bool:
         """Return whether its key has one of these scopes, or is an administrator's."""
@@ -274,6 +276,8 @@ class AuthMiddleware:
             if message["type"] == "http.response.start":
                 status, answer = message["status"], MutableHeaders(scope=message)
                 answer["x-request-id"] = shown
+                if status == 503:
+                    client.uncount()
                 if client.limit is not None:
                     answer.update(client.limit.headers)
             await send(message)
@@ -326,7 +330,7 @@ class AuthMiddleware:
                 client.limit = None
             elif scope["method"] == "POST":
                 try:
-                    client.limit.take_request()
+                    client.uncount = client.limit.take_request()
                 except ApiError as refused:
                     self._count_refusal(refused)
                     raise

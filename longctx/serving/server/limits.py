@@ -72,9 +72,10 @@ class TenantLimit:
         self.tokens: int | None = None
         self._clock, self._windows = clock, {"requests": _Window(), "tokens": _Window()}
 
-    def take_request(self) -> None:
-        """Count a request; raise ApiError if there were too many."""
-        self._take("requests", 1)
+    def take_request(self) -> Callable[[], None]:
+        """Count a request; raise ApiError if there were too many. What is returned takes it back."""
+        use, window = self._take("requests", 1), self._windows["requests"]
+        return lambda: None if use is None else window.give_back(use, 1)
 
     def take_tokens(self, amount: int) -> Callable[[int], None]:
         """Count tokens that a request may use; raise ApiError if there were too many.

@@ -1,5 +1,6 @@
 """Keys of a server: hashes, scopes, expiry and files that change; limits of tenants; and the audit log."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from served import NAME, Served, fake_engine, served
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from longctx.cli import command_parser, main
 from longctx.cli.serve_settings import server_settings, watch_keys
 from longctx.serving.kv_cache.secret import check_private
-from longctx.serving.server.auth import KeyRing, make_grant
+from longctx.serving.server.auth import AuthMiddleware, KeyRing, make_grant
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.limits import TenantLimit
 from longctx.serving.server.logs import AuditLog
@@ -229,6 +232,23 @@ def test_no_minute_has_more_than_the_limit() -> None:
         limit.take_request()
     now[0] += float(caught.value.headers["retry-after-ms"]) / 1000
     limit.take_request()
+
+
+def test_requests_that_a_server_could_not_serve_count_no_longer() -> None:
+    statuses = iter([503, 200, 503, 400, 200])
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("", next(statuses))(scope, receive, send)
+
+    settings = ServerSettings(api_keys=read_keys(["ann key-of-ann requests=2"], "api"))
+    guard = AuthMiddleware(app, settings, KeyRing(settings.keys, needs_key=True), AuditLog(None))
+
+    async def ask() -> list[tuple[int, str]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://test") as client:
+            answers = [await client.post("/v1/completions", headers=bearer("key-of-ann")) for _ in range(5)]
+        return [(each.status_code, each.headers["x-ratelimit-remaining-requests"]) for each in answers]
+
+    assert asyncio.run(ask()) == [(503, "2"), (200, "1"), (503, "1"), (400, "0"), (429, "0")]
 
 
 def test_tokens_that_are_not_used_count_no_longer() -> None:
