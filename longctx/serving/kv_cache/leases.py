@@ -85,7 +85,7 @@ class Leases:
         return sum(len(lease.pages) for lease in leases if lease.is_over)
 
     def exceed(self, most: float, lease_id: str) -> bool:
-        """Return whether leases hold more than `most` pages, and the tenant of this lease more than an equal share of these."""
+        """Whether leases hold more than `most` pages, and the tenant of this one more than an equal share of these."""
         if self.num_pages <= most:
             return False
         by_tenant = Counter[str]()
