@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from serve_process import free_port, wait_until_ready
@@ -150,6 +152,40 @@ def test_pods_have_probes_mounts_and_times_that_fit(path: Path) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] >= wait + found.shutdown_timeout + 15
+
+
+@pytest.mark.parametrize("name", ["cluster", "llama3_server", "multi_host"])
+def test_manifests_are_valid_and_pods_have_no_more_rights_than_they_need(name: str) -> None:
+    """By the schemas of Kubernetes; those of the sets of leaders and workers are not among them."""
+    documents = list(yaml.safe_load_all((EXAMPLES / name / "longctx.yaml").read_text(encoding="utf-8")))
+    documents = documents[0].get("items", documents)
+    pods = 0
+    for document in documents:
+        if "leaderworkerset" not in document["apiVersion"]:
+            kubernetes_validate.validate(document, "1.31", strict=True)
+        for pod in pods_of(document):
+            pods += 1
+            [user] = re.findall(r"^ARG UID=(\d+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+            rights = pod["securityContext"]
+            assert rights["runAsNonRoot"]
+            assert rights["runAsUser"] == rights["fsGroup"] == int(user)  # by the group, secrets can be read
+            for container in pod["containers"]:
+                rights = container["securityContext"]
+                assert not rights["allowPrivilegeEscalation"]
+                assert rights["capabilities"] == {"drop": ["ALL"]}
+    assert pods
+    assert "NetworkPolicy" in {document["kind"] for document in documents}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(documents[0] | {"spec": {"ports": "http"}}, "1.31", strict=True)
+
+
+def pods_of(part: Any) -> Iterator[dict[str, Any]]:
+    """Return the pods of a workload."""
+    if isinstance(part, dict):
+        if "containers" in part:
+            yield part
+        for each in part.values():
+            yield from pods_of(each)
 
 
 def test_the_image_is_of_extras_that_exist() -> None:
