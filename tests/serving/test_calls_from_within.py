@@ -212,6 +212,19 @@ def test_ctrl_c_twice_at_any_line_ends_the_engine_or_nothing() -> None:
     assert 0 < num_dead < 25
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_twice_at_each_line_of_a_turn_does_not_leave_it_taken() -> None:
+    engine = make_engine(num_pages=60)
+    for number in range(1, 60):
+        with contextlib.suppress(KeyboardInterrupt), signal_at_line(number, signal.SIGINT, times=2):
+            engine.stats()
+        try:
+            check_works(engine)
+        except RuntimeError as error:
+            assert "the engine has failed" in str(error)  # noqa: PT017
+            engine = make_engine(num_pages=60)
+
+
 def test_a_request_may_be_cancelled_before_it_has_entered() -> None:
     engine = make_engine()
     claim = engine.requests.claim

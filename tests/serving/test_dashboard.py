@@ -9,6 +9,7 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
+import yaml
 from fake_device import MODEL
 from letter_tokenizer import LetterTokenizer
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,8 +23,10 @@ from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.server.access import HttpRequests
 from longctx.serving.server.caches import Caches
 from longctx.serving.server.metrics import ServerMetrics
+from longctx.serving.server.responses_store import ResponseStore
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/longctx.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -39,6 +42,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     metrics.transfers = {"sent": TransferStats(), "received": TransferStats()}
     metrics.caches = Caches(thread, "m", None, 1.0)
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
+    metrics.responses = ResponseStore()
+    requests = HttpRequests()
+    requests.note("GET", "/health", "/health", 200, 0.01, "", None)
+    metrics.more = requests.collect
     return labels_of(metrics.render(max_age=0))
 
 
@@ -125,6 +132,26 @@ def test_every_query_names_series_and_labels_that_exist(query: str, exported: di
     for labels, inner in groupings(expression):
         for selector in selectors(inner):
             assert labels - {"instance"} <= exported[selector.name]  # Prometheus adds that one
+
+
+def test_alerts_name_series_and_labels_that_exist(
+    exported: dict[str, set[str]], exported_by_routers: dict[str, set[str]]
+) -> None:
+    [group] = yaml.safe_load((Path(__file__).parents[2] / "examples/grafana/alerts.yaml").read_text())["groups"]
+    known = exported | exported_by_routers
+    for rule in group["rules"]:
+        expression = promql.parse(rule["expr"])
+        found = list(selectors(expression))
+        assert found
+        for selector in found:
+            assert selector.name in known
+            assert {matcher.name for matcher in selector.matchers.matchers} <= known[selector.name]
+        for labels, inner in groupings(expression):
+            for selector in selectors(inner):
+                assert labels - {"instance"} <= known[selector.name]
+        kept = {label for labels, _ in groupings(expression) for label in labels} or {"instance"}
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 9
 
 
 def test_panels_show_what_the_server_exports(exported: dict[str, set[str]]) -> None:

@@ -35,11 +35,8 @@ class StepLock:
                     "or while its executor is lent: only submit, cancel, stats, and close of a stream may be called "
                     "there"
                 )
-            try:
-                self._is_taken = True
+            with self._taking():
                 yield
-            finally:
-                self._is_taken = False
 
     @contextlib.contextmanager
     def turn_if_free(self) -> Iterator[bool]:
@@ -47,14 +44,22 @@ class StepLock:
         has_lock = self._lock.acquire(blocking=False)
         is_free = has_lock and not self._is_taken
         try:
-            if is_free:
-                self._is_taken = True
-            yield is_free
+            with self._taking() if is_free else contextlib.nullcontext():
+                yield is_free
         finally:
-            if is_free:
-                self._is_taken = False
             if has_lock:
                 self._lock.release()
+
+    @contextlib.contextmanager
+    def _taking(self) -> Iterator[None]:
+        try:
+            try:
+                self._is_taken = True
+                yield
+            finally:
+                self._is_taken = False
+        finally:
+            self._is_taken = False  # a second Ctrl-C may have come just before the first of these lines
 
     # Updates and failure.
 

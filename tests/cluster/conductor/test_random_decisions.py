@@ -131,10 +131,12 @@ class RandomCluster(RuleBasedStateMachine):
             if generated:
                 assert found.bound in ("memory", "no_instance")
             return None
-        for name, other in ((found.prefill, "decode"), (found.decode, "prefill")):
-            assert name in self.roles
-            assert name not in self.draining | exclude
-            assert self.roles[name] != other
+        is_open = {name: name not in self.draining | exclude for name in self.roles}
+        assert is_open[found.prefill]
+        assert is_open[found.decode]
+        assert self.roles[found.decode] != "prefill"
+        if self.roles[found.prefill] == "decode":  # which reads prompts itself where nobody else can
+            assert not any(is_open[name] for name, role in self.roles.items() if role != "decode")
         if self.roles[found.prefill] == "both":
             assert found.decode == found.prefill
         assert 0 <= found.cached < request.prompt_tokens
