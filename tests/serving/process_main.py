@@ -14,7 +14,7 @@ from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize,
 from longctx.serving.kv_cache.tiers.config import TierConfig
 
 
-def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tuple[Engine, Any]:
+def make_engine(group: ProcessGroup, options: dict[str, Any], tokenizer: Any = None, **more: Any) -> tuple[Engine, Any]:
     from dense_oracle import LENGTH, Oracle, make_model
 
     plan = ParallelPlan(**options["plan"])
@@ -22,7 +22,8 @@ def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tu
     config = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
     config |= {"chunking": "static"}
     config |= {"max_running": 6} | options.get("config", {}) | more
-    return Engine(oracle.model, oracle.params, EngineConfig(**config), plan=plan, process_group=group), oracle
+    settings = EngineConfig(**config)
+    return Engine(oracle.model, oracle.params, settings, None, tokenizer, plan=plan, process_group=group), oracle
 
 
 def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
@@ -59,6 +60,33 @@ def embeds(group: ProcessGroup, options: dict[str, Any]) -> None:
         expected = np.mean(hidden, 0) if sampling.pooling == "mean" else np.asarray(hidden)[-1]
         assert output.embedding is not None
         np.testing.assert_allclose(output.embedding, expected, atol=1e-4)
+
+
+def masks(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Complete prompts under masks of tokens beside others without, and compare with an engine of one device."""
+    from test_token_masks import PERSON, Letters
+
+    from longctx.serving.request.grammar import from_choices, from_json_schema, from_regex
+
+    engine, oracle = make_engine(group, options, tokenizer=Letters())
+    if not group.is_first:
+        engine.follow()
+        return
+    alone = Engine(oracle.model, oracle.params, engine.config, tokenizer=Letters(), plan=ParallelPlan())
+    random = np.random.default_rng(options["seed"])
+    prompts = [random.integers(0, 50, length).tolist() for length in (3, 45, 30, 61, 17, 24, 5, 38)]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=40, grammar=from_json_schema(PERSON)),
+        SamplingParams(max_tokens=20, grammar=from_regex("[a-c]{3,9}x")),
+        SamplingParams(max_tokens=9, allowed_token_ids=[3, 5, 8]),
+        SamplingParams(max_tokens=12, min_tokens=9, bad_words=["ab", "c"]),
+        SamplingParams(max_tokens=40, grammar=from_json_schema(PERSON), temperature=1.0, seed=5, n=2),
+        SamplingParams(max_tokens=8, grammar=from_choices(["yes", "no"]), logprobs=2),
+        SamplingParams(max_tokens=14, temperature=0.7, seed=3, top_k=9),
+    ]
+    for output, expected in zip(engine.generate(prompts, params), alone.generate(prompts, params), strict=True):
+        assert output.token_ids == expected.token_ids, (output.request_id, output.token_ids, expected.token_ids)
 
 
 def tiers(group: ProcessGroup, options: dict[str, Any]) -> None:

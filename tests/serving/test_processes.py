@@ -146,6 +146,15 @@ def test_embeddings_equal_those_of_one_device(sizes: tuple[int, int, int], tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1)])
+def test_masks_are_the_same_in_all_processes(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    plan = dict(zip(("stage", "context", "tensor"), sizes, strict=True)) | {"rank_tokens": 16}
+    options = {"plan": plan, "seed": sum(sizes), "failure_timeout": 120, "join_timeout": 120}
+    with processes(tmp_path, "masks", 2, **options) as group:
+        assert group.statuses(500) == [0, 0], "\n".join(map(group.output, range(2)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2), (2, 2, 1)])
 def test_tokens_equal_those_of_one_device_where_processes_share_a_feed_forward(
     sizes: tuple[int, int, int], tmp_path: Path
