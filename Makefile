@@ -84,6 +84,14 @@ $(VENV)/installed-routers: $(VENV)/installed
 	  $(VENV)/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
 	touch $@
 
+# Clients of the server (tests/test_clients.py): the first major of openai that is still in use, and the newest of all.
+$(VENV)/installed-clients: $(VENV)/installed
+	$(PYTHON) -m venv $(VENV)/clients/old
+	$(VENV)/clients/old/bin/pip install --quiet 'openai<2'
+	$(PYTHON) -m venv $(VENV)/clients/new
+	$(VENV)/clients/new/bin/pip install --quiet openai langchain-openai instructor
+	touch $@
+
 $(VENV)/installed-serve: $(VENV)/installed
 	$(BIN)/pip install --quiet $(EDITABLE) '.[serve]'
 	touch $@
@@ -116,7 +124,7 @@ test: $(VENV)/installed-aot $(VENV)/installed-ptxas
 
 # The tests of the page take a Chromium besides, such as Debian's package.
 test-all: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model $(VENV)/installed-gemma \
-  $(VENV)/installed-routers
+  $(VENV)/installed-routers $(VENV)/installed-clients
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow' $(TESTS)
 
 # Clusters on several hosts, which are network namespaces of this machine, under faults; and hostile clients. SOAK: seconds
