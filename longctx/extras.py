@@ -43,6 +43,7 @@ EXTRAS: Mapping[str, Extra] = {
             "zmq": "pyzmq",
             "uvicorn": "uvicorn",
         },
+        ("gguf",),
     ),
     "distributed": Extra("one engine in many processes: --coordinator", {"zmq": "pyzmq"}),
     "transfer": Extra(
