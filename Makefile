@@ -62,12 +62,22 @@ $(VENV)/installed-gemma: $(VENV)/installed
 	rm -r $(VENV)/gemma
 	touch $@
 
-# lm-eval, which has the tasks of RULER, in an environment of its own that finds the packages of tests, as torch is large.
-$(VENV)/installed-needle: $(VENV)/installed-test
-	$(BIN)/python -m venv --clear $(VENV)/needle
+# An environment of its own that finds the packages of tests, as torch is large: $(call beside,NAME,PACKAGES).
+define beside
+	$(BIN)/python -m venv --clear $(VENV)/$(1)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > $$($(VENV)/needle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test.pth
-	$(VENV)/needle/bin/pip install --quiet 'lm-eval[api]==0.4.13' nltk wonderwords
+	  > $$($(VENV)/$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test.pth
+	$(VENV)/$(1)/bin/pip install --quiet $(2)
+endef
+
+# lm-eval, which has the tasks of RULER.
+$(VENV)/installed-needle: $(VENV)/installed-test
+	$(call beside,needle,'lm-eval[api]==0.4.13' nltk wonderwords)
+	touch $@
+
+# Ray, on whose nodes tests start clusters (tests/hosts/test_ray_faults.py, tests/cluster/launcher/test_ray.py).
+$(VENV)/installed-ray: $(VENV)/installed-test
+	$(call beside,ray,'ray>=2.40')
 	touch $@
 
 $(VENV)/installed-chat: $(VENV)/installed
@@ -84,12 +94,21 @@ $(VENV)/installed-routers: $(VENV)/installed
 	  $(VENV)/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
 	touch $@
 
-# Clients of the server (tests/test_clients.py): the first major of openai that is still in use, and the newest of all.
+# Clients of the server (tests/test_clients.py): each major of openai that is in use, and instructor apart, whose
+# dependencies hold openai back. Where there is an npm, packages of JavaScript too, of majors that run in Node 20.
+NPM_CLIENTS := ai@6 @ai-sdk/openai@3 @ai-sdk/openai-compatible@2 zod@4 openai@6 esbuild@0.28
+
 $(VENV)/installed-clients: $(VENV)/installed
 	$(PYTHON) -m venv $(VENV)/clients/old
 	$(VENV)/clients/old/bin/pip install --quiet 'openai<2'
+	$(PYTHON) -m venv $(VENV)/clients/middle
+	$(VENV)/clients/middle/bin/pip install --quiet 'openai<3'
 	$(PYTHON) -m venv $(VENV)/clients/new
-	$(VENV)/clients/new/bin/pip install --quiet openai langchain-openai instructor
+	$(VENV)/clients/new/bin/pip install --quiet openai langchain-openai
+	$(PYTHON) -m venv $(VENV)/clients/instructor
+	$(VENV)/clients/instructor/bin/pip install --quiet instructor
+	! command -v npm > /dev/null || npm install --prefix $(VENV)/clients/npm --no-save --no-package-lock --no-audit \
+	  --no-fund --loglevel=error $(NPM_CLIENTS)
 	touch $@
 
 $(VENV)/installed-serve: $(VENV)/installed
@@ -122,17 +141,19 @@ serve: $(VENV)/installed-serve
 test: $(VENV)/installed-aot $(VENV)/installed-ptxas
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
-# The tests of the page take a Chromium besides, such as Debian's package.
+# Tests of pages take a Chromium besides, such as Debian's package, and those of clients in JavaScript Node 20 with npm.
 test-all: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model $(VENV)/installed-gemma \
   $(VENV)/installed-routers $(VENV)/installed-clients
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow' $(TESTS)
 
 # Clusters on several hosts, which are network namespaces of this machine, under faults; and hostile clients. SOAK: seconds
-# of faults at random. Skipped without the right to make namespaces.
+# of faults at random. Skipped without the right to make namespaces. The tests of Slurm's jobs take Debian's package
+# slurm-wlm besides, and start their own daemons.
 SOAK ?= 60
 
-test-hosts: $(VENV)/installed-test
+test-hosts: $(VENV)/installed-ray
 	$(BIN)/python -m pytest -m 'slow or not slow' -rs -s tests/hosts --soak $(SOAK)
+	$(VENV)/ray/bin/python -m pytest -m 'slow or not slow' tests/cluster/launcher/test_ray.py
 
 # Ten minutes on a GPU. It uses PYTHON as it is if that has pytest and a JAX that finds a GPU, for machines without a
 # network; else it installs JAX for the CUDA version of the driver. OUT gets gpu.json, which is written as results come.

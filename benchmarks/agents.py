@@ -12,9 +12,8 @@ beside that of an unlimited cache.
 
 import argparse
 import asyncio
-import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.trace import short_agent_sessions
 from benchmarks.server_process import Process, serve_command
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.parallel.topology import Topology
@@ -31,7 +31,6 @@ from longctx.simulation.http_replay import find_model, make_http_client, replay_
 from longctx.simulation.models import MODELS
 from longctx.simulation.record import Record
 from longctx.simulation.workloads import (
-    Quantiles,
     WorkloadRequest,
     arrive_at_rate,
     ideal_hit_rate,
@@ -39,7 +38,6 @@ from longctx.simulation.workloads import (
     read_workload,
     scale_lengths,
 )
-from longctx.simulation.workloads.agents import CODING_AGENTS
 
 GB = 10**9
 SIMULATED: dict[str, dict[str, Any]] = {
@@ -49,7 +47,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "1 prefill, 1 decode, 1 TB": {"prefill": 1, "decode": 1, "host_bytes": 1000 * GB},
 }
 REAL = {"devices alone": [], "256 MiB of host memory each": ["kv-host-bytes = 268435456"]}
-SCALE, HASTE = 32, 10
+SCALE = 32
 ENGINE = """[cluster]
 policy = "kvcache_centric"
 admission = "none"
@@ -78,7 +76,7 @@ def main() -> None:
             for name, record in zip(SIMULATED, pool.map(partial(simulate, requests), SIMULATED), strict=True):
                 print(row(f"{name} (predicted)", requests, record), flush=True)
     if "real" in options.parts:
-        requests = list(short_sessions(options.sessions))
+        requests = short_sessions(options.sessions)
         for name, lines in REAL.items():
             print(row(f"2 processes, {name}", requests, serve(requests, lines)), flush=True)
 
@@ -93,11 +91,9 @@ def simulate(requests: Sequence[WorkloadRequest], name: str) -> Record:
     return deployment.simulation().run(requests)
 
 
-def short_sessions(count: int) -> Iterator[WorkloadRequest]:
+def short_sessions(count: int) -> list[WorkloadRequest]:
     """Draw sessions of up to 20 turns for a small model, one every 3 s."""
-    known = dataclasses.replace(CODING_AGENTS, turns=Quantiles((0, 3), (0.5, 12), (1, 20)))
-    requests = arrive_at_rate(scale_lengths(make_agent_sessions(count, known), 1 / SCALE), 1 / 3)
-    return (dataclasses.replace(request, delay=request.delay / HASTE) for request in requests)
+    return arrive_at_rate(scale_lengths(short_agent_sessions(count), 1 / SCALE), 1 / 3)
 
 
 def serve(requests: Sequence[WorkloadRequest], lines: Sequence[str]) -> Record:

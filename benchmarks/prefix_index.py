@@ -44,7 +44,7 @@ def measure_index(num_blocks: int, instances: int) -> dict[str, float]:
     prompts, calls = [], []
     for number in range(num_blocks // length):
         prompts.append(rng.integers(0, 2**64, length, dtype=np.uint64))
-        calls += _chunks(index, f"instance-{number % instances}", prompts[-1], STEP)
+        calls += _chunks(index.store, f"instance-{number % instances}", prompts[-1], STEP)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = {
         "blocks": index.num_blocks,
@@ -58,7 +58,7 @@ def measure_index(num_blocks: int, instances: int) -> dict[str, float]:
         call
         for prompt in common
         for number in range(instances)
-        for call in _chunks(index, f"instance-{number}", prompt, STEP)
+        for call in _chunks(index.store, f"instance-{number}", prompt, STEP)
     ]
     found["store what others hold, us a block"] = 1e6 * sum(calls) / (len(common) * length * instances)
     for size in (16, 64, 512):
@@ -66,15 +66,17 @@ def measure_index(num_blocks: int, instances: int) -> dict[str, float]:
             asked = [prompt[: TOKENS // size] for prompt in some]
             times = [_seconds(lambda keys=keys: index.match(keys)) for keys in asked]
             found[f"match 1M tokens, blocks of {size}, {name}, ms"] = 1e3 * float(np.median(times))
+    calls = [call for prompt in common for call in _chunks(index.remove, "instance-7", prompt, STEP)]
+    found["remove, us a block"] = 1e6 * sum(calls) / (len(common) * length)
     found["clear an instance, ms"] = 1e3 * _seconds(lambda: index.clear("instance-5"))
     found["cold blocks of an instance, ms"] = 1e3 * _seconds(lambda: index.cold("instance-6", "device", 10, 1000))
     return found
 
 
-def _chunks(index: PrefixIndex, instance: str, keys: np.ndarray, step: int) -> list[float]:
-    """Store keys so many at a time: seconds of each call."""
+def _chunks(call: Callable[..., object], instance: str, keys: np.ndarray, step: int) -> list[float]:
+    """Store or remove keys so many at a time: seconds of each call."""
     pieces = [keys[i : i + step].tolist() for i in range(0, len(keys), step)]  # as messages have them
-    return [_seconds(lambda piece=piece: index.store(instance, "device", piece)) for piece in pieces]
+    return [_seconds(lambda piece=piece: call(instance, "device", piece)) for piece in pieces]
 
 
 def measure_replay(num_blocks: int, instances: int) -> dict[str, float]:

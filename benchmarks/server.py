@@ -1,7 +1,7 @@
 """What HTTP costs: `python -m benchmarks.server [--model MODEL]`, the server beside the bare engine.
 
 - Tokens a second of the same 64 requests through `Engine.generate` and through HTTP: in one call of 64 prompts, in 64
-  calls, and in 64 streams, whose client takes as much of the machine's processors as the server does.
+  calls, and in 64 streams.
 - Time to first token of one short prompt, of the idle engine and of the idle server.
 - The share of a core that 1,000 open streams cost in which nothing happens, as their requests wait for a held step.
 - Time in which the engine's thread hands a step's events to 128 streams.
@@ -11,10 +11,13 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import selectors
+import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from typing import cast
 
 import httpx
 import numpy as np
@@ -50,14 +53,11 @@ class Client:
         fields = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return json.dumps(fields | {"stream": stream}).encode()
 
-    def tokens_per_second(self, prompts: list[list[int]], stream: bool) -> float:
+    def tokens_per_second(self, prompts: list[list[int]]) -> float:
         async def one(client: httpx.AsyncClient, prompt: list[int]) -> None:
-            body = self.body(prompt, TOKENS, stream)
-            async with client.stream("POST", "/v1/completions", content=body, headers=HEADERS) as response:
-                received = [piece async for piece in response.aiter_raw()]
-            text = b"".join(received)
-            is_whole = text.endswith(b"data: [DONE]\n\n") if stream else json.loads(text)["usage"]["completion_tokens"]
-            assert is_whole in (True, TOKENS), text
+            body = self.body(prompt, TOKENS, stream=False)
+            answer = (await client.post("/v1/completions", content=body, headers=HEADERS)).json()
+            assert answer["usage"]["completion_tokens"] == TOKENS, answer
 
         async def run() -> float:
             async with httpx.AsyncClient(base_url=self.url, timeout=600, limits=LIMITS) as client:
@@ -67,6 +67,30 @@ class Client:
                 return len(prompts) * TOKENS / (time.perf_counter() - begun)
 
         return asyncio.run(run())
+
+    def tokens_per_second_streamed(self, prompts: list[list[int]]) -> float:
+        """Read all streams in one thread, from their sockets: a client of Python's would take more than the server."""
+        url = httpx.URL(self.url)
+        selector, received = selectors.DefaultSelector(), dict[socket.socket, bytearray]()
+        begun = time.perf_counter()
+        for prompt in prompts:
+            body = self.body(prompt, TOKENS, stream=True)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json\r\n"
+            connection = socket.create_connection((url.host, url.port))
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            selector.register(connection, selectors.EVENT_READ)
+            received[connection] = bytearray()
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = cast(socket.socket, key.fileobj)
+                part, text = connection.recv(1 << 16), received[connection]
+                text += part
+                if not part or text.endswith(b"\r\n0\r\n\r\n"):
+                    selector.unregister(connection)
+                    connection.close()
+        seconds = time.perf_counter() - begun
+        assert all(text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for text in received.values()), received
+        return len(prompts) * TOKENS / seconds
 
     def tokens_per_second_of_one_call(self, prompts: list[list[int]]) -> float:
         fields = {"prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
@@ -233,8 +257,8 @@ def report_rates(engine: Engine, client: Client, vocab: int, rounds: int) -> Non
         {
             "Engine.generate": lambda number: engine_tokens_per_second(engine, prompts(number)),
             "HTTP, one call": lambda number: client.tokens_per_second_of_one_call(prompts(number)),
-            "HTTP, whole": lambda number: client.tokens_per_second(prompts(number), stream=False),
-            "HTTP, streamed": lambda number: client.tokens_per_second(prompts(number), stream=True),
+            "HTTP, whole": lambda number: client.tokens_per_second(prompts(number)),
+            "HTTP, streamed": lambda number: client.tokens_per_second_streamed(prompts(number)),
         },
         rounds,
     )

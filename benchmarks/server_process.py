@@ -49,7 +49,7 @@ class Process:
         ready: str = "/ready",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.port, self._ready, self._log = name, free_port(), ready, log
+        self.name, self.port, self.core, self._ready, self._log = name, free_port(), core, ready, log
         self.url, self._environment = f"http://127.0.0.1:{self.port}", os.environ | dict(environment or {})
         pinned = [] if core is None else ["taskset", "-c", str(core)]
         self._command = [*pinned, *(word.replace("{port}", str(self.port)) for word in command)]

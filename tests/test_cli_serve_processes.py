@@ -22,7 +22,10 @@ PROMPT = list(range(10, 90))
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["--stage", "--tensor"])
 def test_the_first_process_serves_and_the_others_follow(axis: str, tmp_path: Path) -> None:
-    """The tokens are those of one process; SIGTERM for both at once lets the request finish, and both exit with 0."""
+    """The tokens are those of one process; SIGTERM for both lets the request finish, and both exit with 0.
+
+    Each gets it twice, as from Slurm and a script in its job.
+    """
     port = free_port()
     arguments = ["serve", "--port", str(port), axis, "2", *SIZES, "--coordinator", f"127.0.0.1:{free_port()}"]
     logs = [tmp_path / f"log-{i}" for i in range(2)]
@@ -46,8 +49,9 @@ def test_the_first_process_serves_and_the_others_follow(axis: str, tmp_path: Pat
         with httpx.stream("POST", f"{url}/v1/completions", json=fields | {"max_tokens": 200, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            for process in processes:
+            for process in [*processes, *processes]:
                 process.send_signal(signal.SIGTERM)
+                time.sleep(0.05)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert [process.wait(30) for process in processes] == [0, 0], [log.read_text() for log in logs]
     finally:

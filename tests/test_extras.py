@@ -41,7 +41,7 @@ ROOMS_OF_EXTRAS = (
     "longctx.cli.serve_cluster",
     "longctx.cluster.engine_messenger",
     "longctx.cluster.engine_transfers",
-    "longctx.cluster.http_client",
+    "longctx.cluster.http_stream",
     "longctx.cluster.join",
     "longctx.cluster.prefill",
     "longctx.cluster.prefix_index.reader",

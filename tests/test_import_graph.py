@@ -27,7 +27,7 @@ LAYERS = [
     ["serving.engine"],
     ["serving.server"],
     ["serving.profiler"],
-    ["cluster.http_client", "cluster.server_url", "cluster.transfer"],
+    ["cluster.http_stream", "cluster.server_url", "cluster.transfer"],
     ["cluster.prefix_index"],
     ["cluster.conductor"],
     ["cluster.config", "cluster.join"],

@@ -6,7 +6,7 @@ from pathlib import Path
 from longctx.cli import command_flags, vllm_flags
 from longctx.serving.server.auth import OPEN_PATHS, scope_of
 from longctx.serving.server.chat_schemas import ChatBody
-from longctx.serving.server.known_fields import HARMLESS, REFUSED
+from longctx.serving.server.known_fields import HARMLESS, OF_CHATS, OF_COMPLETIONS, PASSED_OVER, REFUSED
 from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.schemas import CompletionBody
 
@@ -56,11 +56,14 @@ def test_every_field_of_other_servers_is_on_the_page() -> None:
     assert {name: text.partition(" (")[0] for name, text in shown.items() if name in REFUSED} == {
         name: refused.why.partition(" (")[0] for name, refused in REFUSED.items()
     }
-    passed_over = section("Options of a request").split("These change no text, and are passed over:")[1]
-    assert names(passed_over.split("\n\n")[0]) == HARMLESS
-    own = {*CompletionBody.model_fields, *ChatBody.model_fields}
-    assert not own & set(REFUSED)
-    assert not HARMLESS & set(REFUSED)
+    assert {cells[1]: names(cells[0]) for cells in rows("Options of a request") if cells[1] in HARMLESS} == {
+        why: set(each) for why, each in HARMLESS.items()
+    }
+    chats, completions = set(ChatBody.model_fields), set(CompletionBody.model_fields)
+    assert chats & completions & set(REFUSED) == set()
+    assert chats - completions == set(OF_CHATS)
+    assert completions - chats == set(OF_COMPLETIONS)
+    assert (chats | completions | set(REFUSED)) & PASSED_OVER == set()
 
 
 def test_every_field_of_responses_is_in_their_table() -> None:

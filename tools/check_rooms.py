@@ -26,10 +26,10 @@ SERVING = "longctx/serving"
 ROOMS = {
     "kernels": Room(("longctx/kernels",), 8340, 60, 6000),  # partitioning for JAX's own sharding came after the plan
     "parallel": Room(("longctx/parallel",), 4900, 25, 2800),
-    "models": Room(("longctx/models",), 6080, 32, 4200),
+    "models": Room(("longctx/models",), 6320, 33, 4200),
     "nnx": Room(("longctx/nnx",), 1260, 7, 1200),
-    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 2420, 14, 1200),
-    "engine": Room((f"{SERVING}/engine",), 3650, 16, 2600),
+    "settings and requests": Room((f"{SERVING}/*.py", f"{SERVING}/*.pyi", f"{SERVING}/request"), 2550, 15, 1200),
+    "engine": Room((f"{SERVING}/engine",), 3670, 16, 2600),
     "executor and runner": Room((f"{SERVING}/executor", f"{SERVING}/runner"), 4670, 26, 3300),
     "KV cache": Room((f"{SERVING}/kv_cache",), 3430, 19, 2600),
     "predictor": Room((f"{SERVING}/predictor",), 1630, 9, 900),
@@ -38,14 +38,14 @@ ROOMS = {
     "recording": Room(
         (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1590, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 9540, 46, 4200),
-    "cluster": Room(("longctx/cluster",), 8590, 47, 6500),
-    "simulation": Room(("longctx/simulation",), 8670, 50, 6500),
-    "command line": Room(("longctx/cli",), 4630, 28, 2400),
-    "longctx": Room(("longctx",), 76090, 427, 50000),
+    "server": Room((f"{SERVING}/server",), 10400, 48, 4200),
+    "cluster": Room(("longctx/cluster",), 8990, 47, 6500),
+    "simulation": Room(("longctx/simulation",), 8890, 50, 6500),
+    "command line": Room(("longctx/cli",), 4640, 28, 2400),
+    "longctx": Room(("longctx",), 77950, 431, 50000),
     "papers": Room(("papers",), 5880, 44, 4500),
-    "tests": Room(("tests",), 63680, 403, 38000),
-    "benchmarks": Room(("benchmarks",), 9480, 68, 8000),
+    "tests": Room(("tests",), 66640, 416, 38000),
+    "benchmarks": Room(("benchmarks",), 10250, 70, 8000),
 }
 
 

@@ -6,13 +6,13 @@ is scaled down (an eighth of the lengths, conversations drawn so that they share
 
 - `policies`: `longctx serve --cluster` with each policy, in turns, and routers of others before the same four servers:
   TTFT, and the share of the prompts' tokens that nobody computed. The simulator serves the same trace with the same
-  conductor, twice: with a predictor that was measured on this machine while it did nothing else (`profile`), and with
-  steps as much longer as they were in the run, where all processes share the cores (`measured`). What a request takes
-  beside engines is measured by requests that come one by one.
+  conductor, by a predictor that was measured on this machine while it did nothing else, on cores that are shared as
+  here. What servers, router and clients take beside steps is fitted to the seconds of processors that they used.
 - `failures`: a decode server is drained, and gets requests again; then a prefill server and the other decode server are
   killed (SIGKILL) and started again. Every request must be answered once, at its first attempt, with the tokens that
   one engine by itself gives.
 - `router`: the router is killed and started again. Streams of its clients break; they ask again.
+- `cost`: the CPU that each router takes by itself, for a request, for a longer prompt, and for a stream.
 
 The exit status is 1 if an answer was wrong or missing.
 """
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cluster.arms import (
+    OURS,
     PEERS,
-    POLICIES,
     Instance,
     make_instances,
     measure,
@@ -40,13 +40,13 @@ from benchmarks.cluster.arms import (
 from benchmarks.cluster.checks import reference, wrong_answers
 from benchmarks.cluster.failures import run_failures, run_router_death
 from benchmarks.cluster.report import tables
-from benchmarks.cluster.runs import model_of, run
+from benchmarks.cluster.runs import measure_cost, model_of, run
 from benchmarks.cluster.simulated import Prediction
-from benchmarks.cluster.trace import reusable, scaled_trace
+from benchmarks.cluster.trace import agent_sessions, reusable, scaled_trace
 from benchmarks.server_process import Process
 from longctx.simulation.workloads import WorkloadRequest
 
-PARTS = ("policies", "failures", "router")
+PARTS = ("policies", "failures", "router", "cost")
 
 
 class Bench(NamedTuple):
@@ -59,13 +59,13 @@ class Bench(NamedTuple):
     @contextmanager
     def router(self, arm: str) -> Iterator[Process]:
         """A router that knows all servers."""
-        if arm in POLICIES:
+        if arm in OURS:
             router: Process | None = our_router(arm, self.instances, self.folder)
         else:
             router = peer_router(arm, self.instances, self.folder)
         assert router is not None
         with router:
-            if arm in POLICIES:
+            if arm in OURS:
                 wait_for_members(router, len(self.instances))
             yield router
 
@@ -94,6 +94,16 @@ def run_policies(bench: Bench, rounds: int, arms: Sequence[str]) -> dict[str, li
     return found
 
 
+def run_cost(bench: Bench, arms: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The CPU of each router."""
+    found = {}
+    for number, arm in enumerate(arms):
+        with bench.router(arm) as router:
+            found[arm] = measure_cost(router, bench.instances, 1000 * (number + 1))
+        tell(f"{arm}: " + ", ".join(f"{name} {1000 * value:.2f} ms" for name, value in found[arm].items()))
+    return found
+
+
 def run_with_reference(bench: Bench, part: str, seed: int) -> dict[str, Any]:
     """Failures or the router's death, and whether all answers were right."""
     with bench.router("kvcache_centric") as router:
@@ -119,11 +129,14 @@ def tell(text: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="JSON lines with hash_ids, such as Mooncake's conversation_trace")
+    parser.add_argument(
+        "--trace", type=Path, help="JSON lines with hash_ids, such as Mooncake's, or `agents`: made-up sessions"
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=36.0, help="from the first arrival to the last")
     parser.add_argument("--rounds", type=int, default=2, help="of all policies and routers")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--arms", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *PEERS])
     parser.add_argument("--repeats", type=int, default=3, help="of each step while a profile is measured")
     parser.add_argument("--longest", type=int, default=16_000, help="tokens of the longest prompt")
     parser.add_argument("--logs", type=Path, help="folder for what all processes write")
@@ -133,7 +146,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    requests = scaled_trace(options.trace, options.requests, options.seconds, longest=options.longest)
+    if options.trace == Path("agents"):
+        requests = agent_sessions(options.requests, options.seconds)
+    else:
+        requests = scaled_trace(options.trace, options.requests, options.seconds, longest=options.longest)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.logs or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,21 +157,25 @@ def main() -> int:
         measure(folder, options.repeats)
         instances = make_instances(folder)
         bench = Bench(instances, requests, folder)
-        prediction = Prediction(requests, {each.name: each.role for each in instances}, folder)
-        arms = [*POLICIES, *(arm for arm in PEERS if peer_router(arm, instances, folder) is not None)]
-        for arm in set(PEERS) - set(arms):
+        cores = {each.name: each.process.core for each in instances}
+        prediction = Prediction(requests, {each.name: each.role for each in instances}, cores, folder)
+        missing = [arm for arm in options.arms if arm in PEERS and peer_router(arm, instances, folder) is None]
+        arms = [arm for arm in options.arms if arm not in missing]
+        for arm in missing:
             tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")
         found: dict[str, Any] = {"requests": len(requests), "seconds": options.seconds, "reusable": reusable(requests)}
         with started(instances):
             if "policies" in options.parts:
                 found["policies"] = run_policies(bench, options.rounds, arms)
-            for seed, part in enumerate(PARTS[1:]):
+            for seed, part in enumerate(PARTS[1:3]):
                 if part in options.parts:
                     found[part] = run_with_reference(bench, part, seed)
+            if "cost" in options.parts:
+                found["cost"] = run_cost(bench, arms)
         save(found, options.json)
-        for policy in set(found.get("policies", {})) & set(POLICIES):
-            for one in found["policies"][policy]:
-                one["simulated"] = prediction.beside(policy, one)
+        for arm in set(found.get("policies", {})) & set(OURS):
+            for one in found["policies"][arm]:
+                one["simulated"] = prediction.beside(arm, one)
     save(found, options.json)
     print(tables(found))
     return 1 if any(found.get(part, {}).get("wrong") for part in PARTS[1:]) else 0

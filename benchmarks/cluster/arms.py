@@ -14,6 +14,7 @@ from benchmarks.server_process import COMMAND, Process, free_port, serve_command
 from longctx.serving import EngineConfig
 
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
+OURS = (*POLICIES, "kvcache_centric, mixed", "kvcache_centric, 4 coupled")
 PEERS = ("vllm-router", "vllm-router, 4 coupled", "sglang-router, 4 coupled")
 FLAGS: dict[str, Any] = {
     "max_length": 16_384,
@@ -39,6 +40,13 @@ class Instance:
     @property
     def name(self) -> str:
         return self.process.name
+
+
+def roles_of(arm: str, roles: Mapping[str, str]) -> dict[str, str]:
+    """Roles of servers by their names: in `4 coupled` all do both, in `mixed` those that decode do."""
+    shape = arm.partition(", ")[2]
+    own = {"4 coupled": ("prefill", "decode"), "mixed": ("decode",)}.get(shape, ())
+    return {name: "both" if role in own else role for name, role in roles.items()}
 
 
 def engine_flags() -> list[str]:
@@ -99,13 +107,17 @@ def peer_program(name: str) -> Path | None:
 
 
 def our_router(policy: str, instances: Sequence[Instance], folder: Path) -> Process:
-    """`longctx serve --cluster` before the servers, with a policy."""
+    """`longctx serve --cluster` before the servers, with a policy and the roles of the arm."""
+    name, roles = policy.partition(", ")[0], roles_of(policy, {each.name: each.role for each in instances})
     # Nothing is rejected: what finds no room waits, as where one decode server does the work of two.
-    settings = {"policy": policy, "admission": "none", "defer_seconds": 120.0, "launcher": "static"}
+    settings = {"policy": name, "admission": "none", "defer_seconds": 120.0, "launcher": "static"}
     engine = {**FLAGS, "profile": str(folder / "profile.json"), "kv_secret_file": str(folder / "secret")}
     tables = ["[cluster]", *_lines(settings), "[engine]", *_lines(engine)]
     for each in instances:
-        tables += ["[[instances]]", *_lines({"name": each.name, "role": each.role, "url": each.process.url})]
+        tables += [
+            "[[instances]]",
+            *_lines({"name": each.name, "role": roles[each.name], "url": each.process.url}),
+        ]
     file = folder / f"{policy}.toml"
     file.write_text("\n".join(tables) + "\n")
     return Process(policy, serve_command("--cluster", str(file)), folder / f"{policy}.log", environment=ENVIRONMENT)

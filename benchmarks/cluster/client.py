@@ -110,7 +110,7 @@ async def run_clients(
     at: Mapping[float, Callable[[], Any]] | None = None,
     **fields: Any,
 ) -> list[Answer]:
-    """Send all requests, each when it arrives, whether earlier ones are answered or not.
+    """Send all requests, each when it arrives, whether earlier ones are answered or not; follow-ups after an answer.
 
     Args:
       seed: of the prompts' tokens: runs with other seeds share nothing.
@@ -124,9 +124,13 @@ async def run_clients(
         begin = time.perf_counter()
 
         async def one(request: WorkloadRequest, body: dict[str, Any]) -> Answer:
-            await asyncio.sleep(begin + request.arrival - time.perf_counter())
+            due = request.arrival
+            if request.after is not None:
+                await asyncio.wait([tasks[request.after]])
+                due = max(due, time.perf_counter() - begin + request.delay)
+            await asyncio.sleep(begin + due - time.perf_counter())
             answer = Answer(request.number, request.prompt_tokens, time.perf_counter() - begin)
-            answer.late = answer.sent - request.arrival
+            answer.late = answer.sent - due
             while True:
                 try:
                     await send(client, url, body, answer, begin)
@@ -143,7 +147,11 @@ async def run_clients(
             await asyncio.to_thread(happens)
 
         events = [asyncio.create_task(event(*each)) for each in (at or {}).items()]
-        answers = await asyncio.gather(*map(one, requests, bodies))
+        tasks = {
+            request.number: asyncio.create_task(one(request, body))
+            for request, body in zip(requests, bodies, strict=True)
+        }
+        answers = await asyncio.gather(*tasks.values())
         await asyncio.gather(*events)
         return list(answers)
 

@@ -20,6 +20,10 @@ def tables(found: Mapping[str, Any]) -> str:
     for part in ("failures", "router"):
         if part in found:
             told += [_events(part, found[part]), ""]
+    if "cost" in found:
+        heads = ("router", "by itself, ms a second", "request, ms", "prompt of 2,000 tokens", "stream of 100 tokens")
+        rows = [[arm, *(f"{1000 * seconds:.1f}" for seconds in cost.values())] for arm, cost in found["cost"].items()]
+        told += [_table(heads, rows), ""]
     return "\n".join(told)
 
 
@@ -45,27 +49,15 @@ def _policies(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _simulated(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    heads = (
-        "policy",
-        "",
-        "TTFT mean measured, s",
-        "simulated",
-        "error",
-        "P50",
-        "P90",
-        "P99",
-        "correlation",
-        "hit rate",
-    )
+    heads = ("policy", "TTFT mean measured, s", "simulated", "error", "P50", "P90", "P99", "correlation", "hit rate")
     rows = []
     for arm, runs in arms.items():
-        for kind in ("profile", "measured"):
-            each = [run["simulated"][kind] for run in runs if "simulated" in run]
-            if each:
-                means = [f"{_median(each, name):.3f}" for name in ("measured", "simulated")]
-                errors = [f"{_median(each, name):+.1%}" for name in ("error", "error_p50", "error_p90", "error_p99")]
-                more = [f"{_median(each, 'correlation'):.3f}", f"{_median(each, 'hit_rate'):.1%}"]
-                rows.append([arm, kind, *means, *errors, *more])
+        each = [run["simulated"] for run in runs if "simulated" in run]
+        if each:
+            means = [f"{_median(each, name):.3f}" for name in ("measured", "simulated")]
+            errors = [f"{_median(each, name):+.1%}" for name in ("error", "error_p50", "error_p90", "error_p99")]
+            more = [f"{_median(each, 'correlation'):.3f}", f"{_median(each, 'hit_rate'):.1%}"]
+            rows.append([arm, *means, *errors, *more])
     return _table(heads, rows)
 
 

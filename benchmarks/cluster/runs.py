@@ -17,6 +17,19 @@ from longctx.simulation.workloads import WorkloadRequest
 
 WARM_UP = [WorkloadRequest(0.4 * number, 200 + 100 * number, 4, number=number) for number in range(12)]
 """Requests one by one: they open connections, and say what a request takes that nobody else delays."""
+ALONE = {
+    "idle": [],
+    "short": WARM_UP,
+    "long": [WorkloadRequest(0.9 * number, 300 + 200 * number, 64, number=number) for number in range(6)],
+}
+"""Phases before a run, which tell what processes take for requests and for tokens; without requests it takes 4 s."""
+
+COST = {
+    "request": [WorkloadRequest(0.2 * number, 100, 1, number=number) for number in range(60)],
+    "prompt": [WorkloadRequest(1.0 * number, 2000, 1, number=number) for number in range(30)],
+    "stream": [WorkloadRequest(0.5 * number, 100, 100, number=number) for number in range(20)],
+}
+"""Requests by which it is measured what a router takes."""
 
 
 def run(
@@ -24,9 +37,11 @@ def run(
 ) -> dict[str, Any]:
     """The trace once, through a router that is ready: figures, and TTFT of each request."""
     model = model_of(router)
-    alone = warm_up(router, seed, model)
-    wait_until_idle(instances)
     processes = [router, *(instance.process for instance in instances)]
+    warm_up(router, seed, model)
+    alone = {}
+    for number, (phase, some) in enumerate(ALONE.items()):
+        alone[phase] = measure_alone(router, instances, some, seed + 1_000 * (number + 1), model)
     cpu, before, own = [cpu_seconds(x.pid) for x in processes], [counts(x) for x in instances], sum(os.times()[:2])
     others = Usage()
     answers = asyncio.run(run_clients(router.url, requests, seed, model))
@@ -41,7 +56,7 @@ def run(
     found["instances"] = {x.name: each for x, each in zip(instances, deltas, strict=True)}
     found["failures"] = [failure for answer in answers for failure in answer.failures]
     found["each"] = {answer.number: answer.ttft for answer in answers if answer.finish is not None}
-    found["alone"] = {answer.number: answer.ttft for answer in alone}
+    found["alone"] = alone
     return found
 
 
@@ -56,6 +71,50 @@ def warm_up(router: Process, seed: int, model: str) -> list[Answer]:
     if failures:
         raise RuntimeError(f"{router.name} answers nothing: {failures[0]}; {router.tail()}")
     return answers
+
+
+def measure_alone(
+    router: Process,
+    instances: Sequence[Instance],
+    requests: Sequence[WorkloadRequest],
+    seed: int,
+    model: str,
+    idle: float = 4.0,
+) -> dict[str, Any]:
+    """What all processes take for requests that come one by one: seconds of processors, of steps, and TTFT.
+
+    Without requests it takes `idle` seconds.
+    """
+    processes = [router, *(instance.process for instance in instances)]
+    wait_until_idle(instances)
+    begin, own, cpu = time.monotonic(), sum(os.times()[:2]), [cpu_seconds(x.pid) for x in processes]
+    steps = [counts(x)["step_seconds"] for x in instances]
+    answers = asyncio.run(run_clients(router.url, requests, seed, model)) if requests else []
+    time.sleep(0.5 if requests else idle)
+    return {
+        "seconds": time.monotonic() - begin,
+        "cpu": {x.name: cpu_seconds(x.pid) - was for x, was in zip(processes, cpu, strict=True)},
+        "client": sum(os.times()[:2]) - own if requests else 0.0,
+        "steps": {x.name: counts(x)["step_seconds"] - was for x, was in zip(instances, steps, strict=True)},
+        "ttft": {answer.number: answer.ttft for answer in answers},
+    }
+
+
+def measure_cost(router: Process, instances: Sequence[Instance], seed: int) -> dict[str, float]:
+    """CPU of a router that is ready.
+
+    Returns:
+      `idle`: seconds a second, without requests. Seconds for a `request` of 100 tokens that gets one token, for a
+      `prompt` of 2,000 tokens, and for a `stream` of 100 tokens; what it takes by itself is taken off these.
+    """
+    model = model_of(router)
+    warm_up(router, seed, model)
+    alone = measure_alone(router, instances, [], seed, model, idle=20.0)
+    found = {"idle": alone["cpu"][router.name] / alone["seconds"]}
+    for number, (name, requests) in enumerate(COST.items()):
+        one = measure_alone(router, instances, requests, seed + number + 1, model)
+        found[name] = (one["cpu"][router.name] - found["idle"] * one["seconds"]) / len(requests)
+    return found
 
 
 def counts(instance: Instance) -> dict[str, float]:

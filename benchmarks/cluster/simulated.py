@@ -5,39 +5,26 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
-from benchmarks.cluster.arms import engine_config
-from benchmarks.cluster.runs import WARM_UP
+from benchmarks.cluster.arms import engine_config, roles_of
+from benchmarks.cluster.runs import ALONE, WARM_UP
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
-from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import read_profile
 from longctx.simulation import HostTimes, Record, Simulation
-from longctx.simulation.cluster import ClusterInstance, ClusterSettings
+from longctx.simulation.cluster import ClusterInstance, ClusterSettings, ServerTimes
 from longctx.simulation.workloads import WorkloadRequest
 
 BANDWIDTH = 1e9  # bytes per second from one server to another over loopback, `python -m benchmarks.transfer`
-
-
-def slowed(predictor: RuntimePredictor, factor: float) -> RuntimePredictor:
-    """A predictor of a device that takes `factor` times as long."""
-    programs = tuple(
-        dataclasses.replace(
-            each,
-            fixed=factor * each.fixed,
-            per_bucket=tuple(tuple(factor * x for x in costs) for costs in each.per_bucket),
-            per_key=tuple(factor * x for x in each.per_key),
-            per_sample=factor * each.per_sample,
-        )
-        for each in predictor.programs
-    )
-    return dataclasses.replace(predictor, programs=programs)
+REPORT = 0.25  # seconds between two looks of the router at each server
 
 
 class Prediction:
@@ -45,57 +32,95 @@ class Prediction:
 
     Args:
       roles: of servers, by their names.
+      cores: that they are pinned to, by their names.
       folder: with what `measure` found of a server that had a core for itself.
     """
 
-    def __init__(self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], folder: Path) -> None:
-        self._requests, self._roles, self._engine = list(requests), roles, engine_config()
+    def __init__(
+        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], cores: Mapping[str, int], folder: Path
+    ) -> None:
+        self._requests, self._roles, self._cores, self._engine = list(requests), roles, cores, engine_config()
         self._model = read_model(TINY)[0].config
         self._predictor, _ = read_profile(folder / "profile.json")
         self._host = HostTimes(**json.loads((folder / "host.json").read_text()))
 
-    def beside(self, policy: str, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def beside(self, arm: str, run: Mapping[str, Any]) -> dict[str, Any]:
         """Simulated TTFT beside that of a run, see `benchmarks.cluster.runs.run`."""
-        same = dict.fromkeys(self._roles, 1.0)
-        alone = ttft_of(self._run(policy, WARM_UP, same))
-        seconds = statistics.median(run["alone"][number] - alone[number] for number in alone)
-        first = self._run(policy, self._requests, same)
-        found = {}
-        for kind in ("profile", "measured"):
-            factors = same if kind == "profile" else self._factors(run, first)
-            record = first if kind == "profile" else self._run(policy, self._requests, factors)
-            found[kind] = compare(run["each"], ttft_of(record), seconds)
-            found[kind] |= {"hit_rate": record.hit_rate, "factors": factors}
+        policy, roles = arm.partition(", ")[0], roles_of(arm, self._roles)
+        times = dict[str, ServerTimes]()
+        for _ in range(2):  # steps have more decodes at a time where they take longer
+            times = self._server_times(policy, run, roles, times)
+        alone, ttft = run["alone"]["short"]["ttft"], ttft_of(self._run(policy, roles, WARM_UP, times))
+        record = self._run(policy, roles, self._requests, times)
+        beside = statistics.median(alone[number] - ttft[number] for number in ttft)
+        found = compare(run["each"], ttft_of(record), beside) | {"hit_rate": record.hit_rate}
+        return found | {"times": {name: dataclasses.asdict(each) for name, each in times.items()}}
+
+    def _server_times(
+        self,
+        policy: str,
+        run: Mapping[str, Any],
+        roles: Mapping[str, str],
+        times: Mapping[str, ServerTimes],
+    ) -> dict[str, ServerTimes]:
+        """Fit, for each role and for the router with its clients, what requests and tokens take beside steps.
+
+        The seconds of processors are those of requests one by one, with short answers and with long ones, and of the
+        run, less those of its steps by prediction.
+        """
+        phases = {name: (run["alone"][name], ALONE[name]) for name in ("short", "long")} | {
+            "run": (run, self._requests)
+        }
+        steps = {
+            phase: {
+                each.name: each.totals.stage_seconds for each in self._run(policy, roles, requests, times).instances
+            }
+            for phase, (_, requests) in phases.items()
+        }
+        idle, found = run["alone"]["idle"], dict[str, ServerTimes]()
+        [router] = idle["cpu"].keys() - roles.keys()
+        for role in (*dict.fromkeys(roles.values()), "router"):
+            names = [router] if role == "router" else [name for name in roles if roles[name] == role]
+            rate = sum(idle["cpu"][name] for name in names) / idle["seconds"]
+            used, counts = [], []
+            for phase, (measured, requests) in phases.items():
+                cpu = measured["cpu"] | ({} if phase == "run" else {"client": measured["client"]})
+                seconds = sum(cpu[name] - steps[phase].get(name, 0.0) for name in names) - rate * measured["seconds"]
+                used.append(seconds + (cpu["client"] if role == "router" else 0.0))
+                tokens = 0 if role == "prefill" else sum(each.output_tokens for each in requests)
+                counts.append((len(requests), tokens))
+            request, token = nnls(np.array(counts, float), np.array(used))[0].tolist()
+            report = REPORT * rate / (len(roles) if role == "router" else len(names))
+            found[role] = ServerTimes(request, token=token, report=report)
         return found
 
-    def _factors(self, run: Mapping[str, Any], record: Record) -> dict[str, float]:
-        """How much longer steps took than in a simulation: of each token of a prompt, and of each step of decodes."""
-        totals = {each.name: each.totals for each in record.instances}
-        factors = {}
-        for role, count in (("prefill", "computed"), ("decode", "steps")):
-            names = [name for name, of in self._roles.items() if of == role]
-            real = [run["instances"][name] for name in names]
-            measured = sum(each["step_seconds"] for each in real) / sum(each[count] for each in real)
-            number = sum(totals[name].rows if role == "prefill" else totals[name].steps for name in names)
-            factors[role] = measured * number / sum(totals[name].busy for name in names)
-        return {name: factors[role] for name, role in self._roles.items()}
-
-    def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> Record:
+    def _run(
+        self,
+        policy: str,
+        roles: Mapping[str, str],
+        requests: Sequence[WorkloadRequest],
+        times: Mapping[str, ServerTimes] = MappingProxyType({}),
+    ) -> Record:
+        """Serve requests; they have a token more than letters, that of the beginning."""
+        none = ServerTimes()
         instances = [
             ClusterInstance(
                 name=name,
                 role=role,  # type: ignore[arg-type]
                 model=self._model,
                 config=self._engine,
-                predictor=slowed(self._predictor, factors[name]),
+                predictor=self._predictor,
                 bandwidth=BANDWIDTH,
                 host=self._host,
+                core=str(self._cores[name]),
+                server=times.get(role, none),
             )
-            for name, role in self._roles.items()
+            for name, role in roles.items()
         ]
-        settings = ClusterSettings(overlap="chunk", report_seconds=0.25, first_token="decode")
+        settings = ClusterSettings(overlap="end", report_seconds=REPORT, router=times.get("router", none))
         config = ConductorConfig(policy=policy, admission="none", defer_seconds=120.0)
-        return Simulation(instances, Conductor(config, PrefixIndex()), settings).run(list(requests), keep_steps=False)
+        rows = [dataclasses.replace(each, prompt_tokens=each.prompt_tokens + 1) for each in requests]
+        return Simulation(instances, Conductor(config, PrefixIndex()), settings).run(rows, keep_steps=False)
 
 
 def ttft_of(record: Record) -> dict[int, float]:

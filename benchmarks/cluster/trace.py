@@ -1,4 +1,4 @@
-"""A trace of conversations, so small that four servers on one machine can bear it."""
+"""Conversations and agents' sessions, so small that four servers on one machine can bear them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from longctx.simulation.workloads import WorkloadRequest, read_workload, scale_lengths
+from longctx.simulation.workloads import (
+    Quantiles,
+    WorkloadRequest,
+    arrive_at_rate,
+    make_agent_sessions,
+    read_workload,
+    scale_lengths,
+)
+from longctx.simulation.workloads.agents import CODING_AGENTS
 
 BLOCK = 512
 PAGE = 64  # tokens of a block of the scaled trace: a page of the servers
@@ -51,6 +59,25 @@ def scaled_trace(
         dataclasses.replace(request, number=number, arrival=seconds * (request.arrival - begin) / span)
         for number, request in enumerate(drawn)
     ]
+
+
+def agent_sessions(count: int, seconds: float, seed: int = 4) -> list[WorkloadRequest]:
+    """`count` turns of coding agents' sessions, of at most 20 turns each, which begin within `seconds`.
+
+    All lengths are a sixteenth, and times between turns a tenth. A turn follows the answer to the one before.
+    """
+    drawn, sessions = [], 0
+    while len(drawn) < count:
+        sessions += 1
+        drawn = short_agent_sessions(sessions, seed)
+    return arrive_at_rate(scale_lengths(drawn[:count], 1 / 16), sessions / seconds, seed=seed)
+
+
+def short_agent_sessions(sessions: int, seed: int = 0) -> list[WorkloadRequest]:
+    """Sessions of coding agents with at most 20 turns, and a tenth of the time between these; all begin at 0."""
+    known = dataclasses.replace(CODING_AGENTS, turns=Quantiles((0, 3), (0.5, 12), (1, 20)))
+    drawn = make_agent_sessions(sessions, known, seed)
+    return [dataclasses.replace(request, delay=request.delay / 10) for request in drawn]
 
 
 def made_up(count: int, seed: int) -> list[WorkloadRequest]:

@@ -20,5 +20,7 @@ while [ -z "$stopped" ]; do
     child=$!
     wait $child
     wait $child
-    [ -z "$stopped" ] && sleep 5
+    if [ -z "$stopped" ]; then
+        sleep 5
+    fi
 done

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ from longctx.serving.config import AdmissionLimits
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
-from longctx.serving.server.settings import ObserverSettings, ServerSettings
+from longctx.serving.server.settings import SAME_SIGNAL, ObserverSettings, ServerSettings
 from longctx.serving.server.tls import Tls
 
 _log = logging.getLogger(__name__)
@@ -163,9 +164,16 @@ def _recorder(options: argparse.Namespace) -> Recorder | None:
 
 def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:
     """Follow the first process until it ends. A signal to all processes at once comes to this one, too."""
+    signalled: float | None = None
 
     def end_later(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        nonlocal signalled
+        now = time.monotonic()
+        if signalled is not None:
+            if now - signalled > SAME_SIGNAL:
+                os._exit(128 + number)
+            return
+        signalled = now
         timer = threading.Timer(shutdown_timeout + _FOLLOWING, os._exit, (FAILED,))
         timer.daemon = True
         timer.start()

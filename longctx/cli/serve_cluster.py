@@ -52,7 +52,7 @@ from longctx.serving.server.settings import (
 from longctx.serving.server.tls import Tls
 
 _ROUTER = {each.name for each in dataclasses.fields(ServerSettings)}
-_ROUTER -= {"cache_tokens", "max_cache_ttl", "stall_timeout"}
+_ROUTER -= {"stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_anonymous"}
 _ROUTER |= {"tls_cert", "tls_key", "tls_ca", "max_logprob_bytes"}
 _ROUTER |= {"served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}

@@ -51,7 +51,7 @@ _SPAN = 20  # times a target's seconds, for which arrivals have to last until a 
 
 
 _NOT_OF_CLUSTERS = ("preset", "profile", "instances", "baseline", "capacity", "sweep", "jobs", "trace")
-_CLUSTER_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings))
+_CLUSTER_SETTINGS = tuple(each.name for each in dataclasses.fields(ClusterSettings) if each.name != "router")
 _CLUSTER_KEYS = {*_CLUSTER_SETTINGS, *field_types(ParallelPlan), *field_types(ClusterDeployment)}
 _CLUSTER_KEYS -= {"plan", "prefill", "decode", "coupled", "config", "settings", "names"}
 MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory

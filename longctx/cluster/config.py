@@ -79,7 +79,7 @@ class ClusterFile:
       instances: those that are there from the beginning; others may register.
       conductor: how requests are placed, and which are rejected.
       launcher: of the instances without a URL.
-      report_seconds: between two looks at each instance.
+      report_seconds: between two reports of an instance, at least; it says each second that it lives.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       engine: flags of `longctx serve`, by their names, for every instance.
       ray: see `RayOptions`.

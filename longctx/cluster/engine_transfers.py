@@ -26,7 +26,8 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.errors import DROPPED, ApiError
+from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
 from longctx.serving.server.tls import Tls
 
@@ -168,6 +169,17 @@ class EngineTransfers:
         if not prepared.keys or count_here(self._engine, prepared, length) < length:
             raise ApiError(404, "the pages of this prompt are not here", _NAME, "pages_not_here")
         request = dataclasses.replace(prepared.request, priority=prepared.request.priority + 1)
+        return prepared._replace(request=request)
+
+    def draw_first(self, prepared: PreparedRequest, sampling: SamplingParams) -> PreparedRequest:
+        """Make a request that draws its one token as another server wants it, see `Transfers`."""
+        least = min(sampling.min_tokens, 1)  # that draw the same first token, and no other
+        first = dataclasses.replace(sampling, max_tokens=1, min_tokens=least, stop=(), n=1)
+        request = dataclasses.replace(prepared.request, sampling=first)
+        try:
+            self._engine.input_processor.check_request(request, len(prepared.tokens))
+        except (TypeError, ValueError) as error:
+            raise not_servable(error) from None
         return prepared._replace(request=request)
 
     def check_peer(self, host: str, port: int | None = None) -> None:

@@ -9,9 +9,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from longctx.serving.kv_cache.connector import WHOLE, LeasedSource, Needed, PageBlock, PageFetch, PageStore
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
+from longctx.serving.request.handoff import Handoff
 
 _LOG = logging.getLogger(__name__)
 _SILENCE_TIMEOUT = 30.0  # seconds without a page after which the rest is computed, if the source allows no more
@@ -120,6 +122,15 @@ class PendingSource:
         self._wake()
 
 
+def _from_page(block: PageBlock, first: int) -> PageBlock:
+    """Return the pages of a block from page `first` on, which counts as 0.
+
+    A block may begin before it: of an engine in several processes one may be ahead of the others.
+    """
+    skipped = max(0, first - block.first)
+    return block._replace(first=block.first + skipped - first, data=block.data[skipped:])
+
+
 class _NoPages:
     """`PageFetch` without pages."""
 
@@ -143,7 +154,11 @@ class StagedPages:
 
     Attributes:
       ready: ends when all pages are in host memory that will come. Those that did not come are computed.
+      handoff, sources: there are none.
     """
+
+    handoff: Handoff | None = None
+    sources: Mapping[str, LeasedSource] = MappingProxyType({})
 
     def __init__(
         self, store: TieredStore, source: LeasedSource, pages: List[PageStore], loop: asyncio.AbstractEventLoop
@@ -199,7 +214,7 @@ class StagedPages:
     async def _keep(self, first: int, stop: int) -> None:
         """Put complete pages into host memory; the queue there takes a part of them at a time."""
         read: Future[list[PageBlock]] = Future()
-        read.set_result([each._replace(first=each.first - first) for each in self._blocks])
+        read.set_result([_from_page(each, first) for each in self._blocks])
         pages, until = self._pages[first:stop], time.monotonic() + _PUT_SECONDS
         while any(self._store.tier_of(each.key) is None for each in pages):
             if self._is_released or time.monotonic() > until:

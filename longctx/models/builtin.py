@@ -3,7 +3,7 @@
 from pathlib import Path
 
 TINY = Path(__file__).with_name("tiny")
-"""Its checkpoint directory, for `load_checkpoint` and `load_tokenizer`.
+"""Its checkpoint directory, for `load_checkpoint`, `load_tokenizer`, and `transformers.AutoTokenizer`.
 
 Examples:
   >>> from longctx.models import load_checkpoint

@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from longctx.models.text_pieces import PIECE, PieceEncoder, can_cut
 from longctx.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, utf8_bytes
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+def encode_array(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> np.ndarray:
+    """Return the token ids of a text, int32 `[T]`, by any tokenizer."""
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer.encode_array(text, add_special_tokens)
+    return np.array(tokenizer.encode(text, add_special_tokens), np.int32)
 
 
 class PlainTextEncoder:
@@ -31,7 +42,7 @@ class PlainTextEncoder:
       >>> from longctx.models import ByteTokenizer
       >>> from longctx.models.plain_text import PlainTextEncoder
       >>> PlainTextEncoder(ByteTokenizer()).encode("Hi")
-      [256, 72, 105]
+      array([256,  72, 105], dtype=int32)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,18 +50,18 @@ class PlainTextEncoder:
         special = [token.content for token in self._special.values()]
         self._names = _pattern(special)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, see `Tokenizer.encode`.
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Return the token ids of a text, int32 `[T]`, see `Tokenizer.encode`.
 
         Raises:
           ValueError: it is not valid Unicode, or has the name of a special token that can't be plain text.
         """
         if not self._names_special(text):
-            return self.tokenizer.encode(text, add_special_tokens)
+            return encode_array(self.tokenizer, text, add_special_tokens)
         return self._copy.encode(text, add_special_tokens)
 
-    def encode_chat(self, render: Callable[[Any, Any], str], messages: Any, variables: Any) -> list[int]:
-        """Return the token ids of a chat, whose special tokens are those of the template alone.
+    def encode_chat(self, render: Callable[[Any, Any], str], messages: Any, variables: Any) -> np.ndarray:
+        """Return the token ids of a chat, int32 `[T]`, whose special tokens are those of the template alone.
 
         Args:
           render: returns the text of messages and variables by a template. It is given both with other names in the
@@ -61,7 +72,7 @@ class PlainTextEncoder:
           ValueError: see `encode`, or as `render` does.
         """
         if not any(map(self._names_special, _texts([messages, variables]))):
-            return self.tokenizer.encode(render(messages, variables), add_special_tokens=False)
+            return encode_array(self.tokenizer, render(messages, variables), False)
         plain = self._copy
         text = render(*plain.hide([messages, variables]))
         return plain.encode(plain.show(plain.mark(text)), add_special_tokens=False)
@@ -112,7 +123,7 @@ class _Copy:
         nonce = f"x{secrets.token_hex(16)}"
         self._names = [token.content for token in special.values()]
         self._pattern = _pattern(self._names)
-        self._marks = {name: f"{nonce}m{number}x" for number, name in enumerate(self._names)}
+        self._marks = {name: f"{nonce}m{number}." for number, name in enumerate(self._names)}
         self._hidden = {name: f"{nonce}h{number}x" for number, name in enumerate(self._names)}
         self._shown = re.compile(rf"{nonce}h(\d+)x")
         self._own: dict[int, int] = {}
@@ -133,15 +144,22 @@ class _Copy:
                 its_id = self._backend.token_to_id(mark.content)
                 assert its_id is not None
                 self._own[its_id] = id
+            self._pieces = PieceEncoder(self._backend) if can_cut(self._backend) else None
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> np.ndarray:
         utf8_bytes(text)
         with self._errors():
+            if len(text) > 2 * PIECE and self._pieces is not None:
+                ids = self._plain(self._pieces.encode(text, False).tolist())
+                return self._pieces.with_ends(ids) if add_special_tokens else ids
             encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        for id, was_added in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
+        return self._plain(encoded.ids, encoded.special_tokens_mask)
+
+    def _plain(self, ids: list[int], were_added: Iterable[int] = itertools.repeat(0)) -> np.ndarray:
+        for id, was_added in zip(ids, were_added, strict=False):
             if id in self._controls and not was_added:  # by a model that looks words up, as a Unigram one
                 raise ValueError(f"text has {self._controls[id]!r}, which this tokenizer can't encode as plain text")
-        return [self._own.get(id, id) for id in encoded.ids]
+        return np.array([self._own.get(id, id) for id in ids], np.int32)
 
     def hide(self, value: Any) -> Any:
         """Return JSON with other names in the place of special tokens, which templates leave as they are."""

@@ -12,14 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from longctx.models.chat_template import ChatTemplate
+from longctx.models.text_pieces import PIECE, PieceEncoder, can_cut
 from longctx.models.validation import check_directory, check_token_ids, is_file, is_gguf, read_json, read_text, shown
 
 if TYPE_CHECKING:
     import tokenizers
 
 BYTE_TOKENIZER_CLASS = "longctx.ByteTokenizer"
-"""The `tokenizer_class` in a `tokenizer_config.json` that selects `ByteTokenizer`."""
+"""The `longctx_class` or `tokenizer_class` in a `tokenizer_config.json` that selects `ByteTokenizer`."""
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Largest `tokenizer.json` that is read; those of vocabularies of 256,000 tokens have 35 MB."""
@@ -108,6 +111,7 @@ class ByteTokenizer(Tokenizer):
       vocab_size: 258.
       bos_id: 256.
       eos_ids: (257,).
+      special_tokens: names of these two by kind, for other programs; no text has them.
 
     Examples:
       >>> from longctx.models import ByteTokenizer
@@ -121,6 +125,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size: int = 258
     bos_id: int | None = 256
     eos_ids: tuple[int, ...] = (257,)
+    special_tokens: Mapping[str, str] = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = list(utf8_bytes(text))
@@ -158,6 +163,7 @@ class HFTokenizer:
       errors: context in which the library's errors become ValueErrors that name the file.
       special_ids: of special tokens by name; None: it is not in the vocabulary.
       sampling: parameters that `generation_config.json` recommends, as it has them.
+      config: of `tokenizer_config.json`, as it is.
     """
 
     def __init__(
@@ -181,6 +187,7 @@ class HFTokenizer:
         eos_id = self.special_ids.get("eos_token")
         self.eos_ids: tuple[int, ...] = eos_ids or (() if eos_id is None else (eos_id,))
         self.sampling: Mapping[str, Any] = {}
+        self.config: Mapping[str, Any] = {}
 
     @functools.cached_property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -217,9 +224,22 @@ class HFTokenizer:
         return self.backend.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_array(text, add_special_tokens).tolist()
+
+    def encode_array(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """The token ids of a text, int32 `[T]`."""
         utf8_bytes(text)  # tokenizers raises a TypeError that doesn't say what is wrong
         with self.errors():
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > 2 * PIECE and self._pieces is not None:
+                return self._pieces.encode(text, add_special_tokens)
+            return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    @functools.cached_property
+    def _pieces(self) -> PieceEncoder | None:
+        return PieceEncoder(self.backend) if can_cut(self.backend) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_pieces"}
 
     def control_token(self, text: str) -> str | None:
         """The first special token that stands in a text and would be taken for one; None: there is none."""
@@ -248,7 +268,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
     Of a directory it reads `tokenizer.json`, and from `tokenizer_config.json` the special tokens and the chat template
     (`chat_template.jinja` takes precedence). The ids that end a generation are those of `generation_config.json`, or
-    else the tokenizer's own. A directory whose `tokenizer_config.json` has the `tokenizer_class`
+    else the tokenizer's own. A directory whose `tokenizer_config.json` has the `longctx_class` or `tokenizer_class`
     `longctx.ByteTokenizer` needs no other file.
 
     Args:
@@ -277,7 +297,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     check_directory(directory)
     config_file, generation_file = directory / "tokenizer_config.json", directory / "generation_config.json"
     config = read_json(config_file) if is_file(config_file) else {}
-    if config.get("tokenizer_class") == BYTE_TOKENIZER_CLASS:
+    if BYTE_TOKENIZER_CLASS in (config.get("longctx_class"), config.get("tokenizer_class")):
         return ByteTokenizer()
     path = directory / "tokenizer.json"
     if not is_file(path):
@@ -289,6 +309,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"{generation_file}: {error}") from error
     special, template = _special_tokens(config_file, config), _chat_template(config_file, config)
     made = HFTokenizer(path, _read_tokenizer(path), eos_ids, special, template)
+    made.config = config
     if generation.get("do_sample", True):
         made.sampling = {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}
     return made

@@ -7,6 +7,7 @@ Products and all-reduces are tables of a few hundred numbers, attention is a doz
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ LATENCY = 3e-6  # seconds of a kernel in a graph that computes next to nothing
 # Knots of `AttentionCost.decode_ratios`: sequences times KV heads, and keys of a sequence.
 DECODE_HEADS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 DECODE_KEYS = (2, 64, 128, 256, 512, 2048, 8192, 32768, 131072)
+# NumPy's own round otherwise on CPUs with AVX-512, and a simulation should come to the same on each machine.
+_exp, _log = (np.vectorize(function, otypes=[float]) for function in (math.exp, math.log))
 
 
 def product_physics(m: Any, n: Any, k: Any, element_bytes: Real, flops: Real, bandwidth: Real) -> Any:
@@ -75,7 +78,7 @@ class ProductTable:
         for size in (n, k):  # of the two axes left, the first
             at, share = between_knots(size, self.sizes)
             ratios = ratios[:, at] * (1 - share) + ratios[:, at + 1] * share
-        seconds = np.exp(ratios) * product_physics(np.array(self.rows, float), n, k, element_bytes, flops, bandwidth)
+        seconds = _exp(ratios) * product_physics(np.array(self.rows, float), n, k, element_bytes, flops, bandwidth)
         # More rows may be measured to take less time. Midway between the least and the most curve that never falls.
         below = np.minimum.accumulate(seconds[::-1])[::-1]
         return (np.maximum.accumulate(seconds) + below) / 2
@@ -84,7 +87,7 @@ class ProductTable:
 def between_knots(sizes: Any, knots: Any, is_linear: bool = False) -> tuple[Any, Any]:
     """Numbers of the knots before sizes, and where these are from there to the next, 0 to 1: by logarithms or not."""
     at = np.clip(np.searchsorted(knots, sizes, side="right") - 1, 0, len(knots) - 2)
-    places, size = (np.array(knots, float), sizes) if is_linear else (np.log(knots), np.log(sizes))
+    places, size = (np.array(knots, float), sizes) if is_linear else (_log(knots), _log(sizes))
     return at, np.clip((size - places[at]) / (places[at + 1] - places[at]), 0, 1)
 
 

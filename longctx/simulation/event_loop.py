@@ -1,9 +1,11 @@
-"""Virtual time: one heap of events, and links that transfers share."""
+"""Virtual time: one heap of events, links that transfers share, and threads that share cores."""
 
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 
 
 class EventLoop:
@@ -148,3 +150,37 @@ class Link:
         self._given = max(self._given, mark)
         self._loop.at(self._loop.now + self._latency, action)
         self._plan()
+
+
+class Thread:
+    """A thread: its work is done in order, one piece at a time, and its core shares time evenly between threads.
+
+    Args:
+      cores: that it may run on, as links that send a second of work per second; each piece of work runs on the one
+        that has the fewest threads when it begins.
+
+    Attributes:
+      seconds: of work that has not ended, by a core of its own.
+    """
+
+    def __init__(self, cores: List[Link]) -> None:
+        self._cores = cores
+        self._queue: deque[tuple[float, Callable[[], object]]] = deque()
+        self.seconds = 0.0
+
+    def run(self, seconds: float, action: Callable[[], object] = lambda: None) -> None:
+        """Do work of some seconds after all that is queued; the action runs when it has ended."""
+        self._queue.append((seconds, action))
+        self.seconds += seconds
+        if len(self._queue) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        min(self._cores, key=len).send(self._queue[0][0], self._end)
+
+    def _end(self) -> None:
+        seconds, action = self._queue.popleft()
+        self.seconds = self.seconds - seconds if self._queue else 0.0
+        if self._queue:
+            self._begin()
+        action()

@@ -9,7 +9,7 @@ from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.conductor_run import ConductorRun, Priority
 from longctx.simulation.cluster.core import Node
 from longctx.simulation.cluster.settings import Change, ClusterSettings
-from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.event_loop import EventLoop, Link, Thread
 from longctx.simulation.record import Record
 from longctx.simulation.run import Progress, Route, RoutedRun, Run, Server
 from longctx.simulation.workloads import WorkloadRequest
@@ -159,11 +159,14 @@ class Simulation:
         for name, node in self.nodes.items():
             if node.core is not None:
                 conductor.remove(name, loop.now)
-        self.nodes = {each.name: Node(each, conductor, loop, seed, settings, keep_steps) for each in specs}
+        cores = {each.core: Link(loop, 1.0) for each in specs if each.core}
+        router = Thread([*cores.values()] or [Link(loop, 1.0)])
+        given = conductor, loop, seed, settings, keep_steps, cores, router
+        self.nodes = {each.name: Node(each, *given) for each in specs}
         for node in self.nodes.values():
             node.join()
         _check(requests, [node.lives[0] for node in self.nodes.values()])
-        return ConductorRun(loop, self.nodes, conductor, settings, self._changes, seed, priority)
+        return ConductorRun(loop, self.nodes, conductor, router, settings, self._changes, seed, priority)
 
 
 def _check(requests: List[WorkloadRequest], servers: List[Server]) -> None:

@@ -1,6 +1,7 @@
 """Router, prefill instance and two decode instances on four hosts, and streaming clients that compare all tokens."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import os
@@ -15,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import httpx
-from network import NETWORK, Host, Network
+from network import NETWORK, Host, OnNetwork
 from switch import Rules
 
 from longctx.models import load_checkpoint, load_tokenizer
@@ -96,6 +97,7 @@ class Answer:
       is_refused: it was told to come again, with 429 or 503, before its first token.
       is_abandoned: the client went away.
       retries: how often it was asked again.
+      last: id of the last event; empty: the stream is not resumable. resumed: how often it was.
     """
 
     job: Job
@@ -106,6 +108,8 @@ class Answer:
     is_abandoned: bool = False
     retries: int = 0
     seconds: float = 0.0
+    last: str = ""
+    resumed: int = 0
 
     @property
     def is_wrong(self) -> bool:
@@ -116,14 +120,24 @@ class Answer:
         return not is_whole and not self.error and not self.is_abandoned
 
 
-async def ask(http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, str], most: int | None = None) -> Answer:
+async def ask(
+    http: httpx.AsyncClient,
+    url: str,
+    job: Job,
+    headers: dict[str, str],
+    most: int | None = None,
+    is_resumable: bool = False,
+) -> Answer:
     """Stream the answer to a job, and abandon it after `most` tokens or more; `url` may have several with spaces.
 
-    Where there are several, a request that fails is sent again to the next, as a client with a retry policy does.
+    Where there are several, a request that fails is sent again to the next, as a client with a retry policy does; the
+    next one goes on with a stream that is resumable.
     """
-    urls, since, retries = url.split(), time.monotonic(), 0
+    urls, since, retries, answer = url.split(), time.monotonic(), 0, Answer(job)
     while True:
-        answer = await _ask_once(http, urls[(job.number + retries) % len(urls)], job, headers, most)
+        before = dataclasses.replace(answer, error="", is_refused=False, resumed=answer.resumed + 1)
+        answer = before if answer.last else Answer(job)
+        await _ask_once(http, urls[(job.number + retries) % len(urls)], answer, headers, most, is_resumable)
         if not answer.error or len(urls) == 1 or retries == MOST_RETRIES:
             answer.retries, answer.seconds = retries, time.monotonic() - since
             return answer
@@ -132,10 +146,12 @@ async def ask(http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, st
 
 
 async def _ask_once(
-    http: httpx.AsyncClient, url: str, job: Job, headers: dict[str, str], most: int | None = None
-) -> Answer:
-    answer = Answer(job)
+    http: httpx.AsyncClient, url: str, answer: Answer, headers: dict[str, str], most: int | None, is_resumable: bool
+) -> None:
+    job, name = answer.job, ""
     body = {"prompt": job.prompt, "stream": True, "return_token_ids": True, **job.sampling}
+    body |= {"stream_options": {"resumable": True}} if is_resumable else {}
+    headers = headers | ({"last-event-id": answer.last} if answer.last else {})
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status_code != 200:
@@ -144,7 +160,10 @@ async def _ask_once(
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     answer.ends += 1
+                elif line.startswith("id: "):
+                    name = line.removeprefix("id: ")
                 elif line.startswith("data: "):
+                    answer.last = name
                     event = json.loads(line.removeprefix("data: "))
                     answer.error = answer.error or str(event.get("error", ""))
                     for choice in event.get("choices", ()):
@@ -154,10 +173,11 @@ async def _ask_once(
                     break
     except httpx.HTTPError as error:
         answer.error = f"{type(error).__name__}: {error}"
-    return answer
 
 
-async def ask_until(stop: asyncio.Event, url: str, clients: int, headers: dict[str, str]) -> list[Answer]:
+async def ask_until(
+    stop: asyncio.Event, url: str, clients: int, headers: dict[str, str], is_resumable: bool = False
+) -> list[Answer]:
     """Have clients ask one job after another until they shall stop; returns all answers. One in five is abandoned."""
     answers = []
 
@@ -165,7 +185,7 @@ async def ask_until(stop: asyncio.Event, url: str, clients: int, headers: dict[s
         turn = 5 * number
         while not stop.is_set():
             most = 3 * number if len(answers) % 5 == 4 else None
-            answers.append(await ask(http, url, JOBS[turn % len(JOBS)], headers, most))
+            answers.append(await ask(http, url, JOBS[turn % len(JOBS)], headers, most, is_resumable))
             turn += 7 if number % 2 else 1
             if answers[-1].error:
                 await asyncio.sleep(0.5)
@@ -181,11 +201,12 @@ class Member:
 
     Args:
       flags: of `longctx serve`.
+      python: that runs it.
     """
 
-    def __init__(self, host: Host, log: Path, flags: list[str]) -> None:
+    def __init__(self, host: Host, log: Path, flags: list[str], python: str = sys.executable) -> None:
         self.host, self._log = host, log
-        self._command = [sys.executable, "-c", PROGRAM, "serve", "--end-with-stdin", "--quiet", *flags]
+        self._command = [python, "-c", PROGRAM, "serve", "--end-with-stdin", "--quiet", *flags]
         self.url, self.process = f"http://{host.address}:{PORT}", self._started()
 
     def start(self) -> None:
@@ -223,54 +244,51 @@ class Member:
         return self._log.read_text()
 
 
-class Cluster:
+class Cluster(OnNetwork):
     """A context manager: all are ready inside. Clients are on the router's host.
 
     Attributes:
       NAMES: of the members, each on a host of its own: the router, one that reads prompts, two that decode.
       ROUTERS: of those that clients ask, on the first one's host.
       ROLES: of those that the router knows.
+      LAUNCHER, PYTHON: of the router.
       members: by name.
     """
 
     NAMES: tuple[str, ...] = ("router", "p0", "d0", "d1")
     ROUTERS: tuple[str, ...] = ("router",)
     ROLES: Mapping[str, str] = MappingProxyType({"p0": "prefill", "d0": "decode", "d1": "decode"})
+    LAUNCHER: str = "static"
+    PYTHON: str = sys.executable
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.network = folder, Network(len(self.NAMES))
+        super().__init__(len(self.NAMES))
+        self._folder = folder
         self.hosts: dict[str, Host] = {}
         self.members: dict[str, Member] = {}
         self._secret, self._key = written(folder / "secret", "s" * 40), written(folder / "key", "the-key-of-the-tests")
         self._keys = ["--admin-key-file", self._key, "--api-key-file", written(folder / "clients", "a-key-of-clients")]
         self._admin = {"authorization": "Bearer the-key-of-the-tests"}
 
-    def __enter__(self) -> Self:
-        self.network.__enter__()
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
     def _start(self) -> None:
         self.hosts = dict(zip(self.NAMES, self.network.hosts, strict=True))
-        lines = ["[cluster]", 'launcher = "static"', 'admission = "none"']
+        lines = ["[cluster]", f"launcher = '{self.LAUNCHER}'", 'admission = "none"']
         lines += ["[engine]", f"kv_secret_file = '{self._secret}'", "buckets = '64'"]
         lines += [f"{name} = {value}" for name, value in _SIZES.items()]
-        for name in self._listed():
-            url = f"http://{self.hosts[name].address}:{PORT}"
-            lines += ["[[instances]]", f"name = '{name}'", f"role = '{self.ROLES[name]}'", f"url = '{url}'"]
+        lines += self._tables()
         file = written(self._folder / "cluster.toml", "\n".join(lines))
         for name in self.ROUTERS:
             self.add(name, ["--cluster", file, "--instance-key-file", self._key, "--kv-peer", NETWORK, *self._keys])
         self._add_instances()
         self.wait_until_open()
 
-    def _listed(self) -> tuple[str, ...]:
-        """Return the instances that the router's file names."""
-        return tuple(self.ROLES)
+    def _tables(self) -> list[str]:
+        """Return lines of the router's file that name instances."""
+        lines = []
+        for name, role in self.ROLES.items():
+            url = f"http://{self.hosts[name].address}:{PORT}"
+            lines += ["[[instances]]", f"name = '{name}'", f"role = '{role}'", f"url = '{url}'"]
+        return lines
 
     def _add_instances(self) -> None:
         for name in self.ROLES:
@@ -279,7 +297,7 @@ class Cluster:
     def add(self, name: str, flags: list[str]) -> None:
         host = self.hosts[name]
         listen = ["--host", host.address, "--port", str(PORT)]
-        self.members[name] = Member(host, self._folder / f"{name}.log", [*flags, *listen])
+        self.members[name] = Member(host, self._folder / f"{name}.log", [*flags, *listen], self.PYTHON)
 
     def instance_flags(self, name: str) -> list[str]:
         """Return the flags of an instance."""
@@ -296,7 +314,12 @@ class Cluster:
 
     def _get(self, name: str, path: str) -> str:
         with self.hosts["router"].inside(), httpx.Client(trust_env=False, timeout=5) as http:
-            return http.get(f"{self.members[name].url}{path}", headers=self._admin).text
+            url, headers = self.access(name)
+            return http.get(f"{url}{path}", headers=headers).text
+
+    def access(self, name: str) -> tuple[str, dict[str, str]]:
+        """Return the URL of a member, and headers of its administrators."""
+        return self.members[name].url, self._admin
 
     def running(self, name: str) -> int:
         """Requests that an instance says it runs."""
@@ -320,13 +343,7 @@ class Cluster:
         """Return all that is not free though no request is there: by instance and metric."""
         found = {}
         for name in self.ROLES:
-            for metric, number in re.findall(
-                r"^longctx:(num_requests_\w+|pages_held|kv_leases|kv_leased_pages)\{.*\} (.*)$",
-                self._get(name, "/metrics"),
-                re.MULTILINE,
-            ):
-                if float(number):
-                    found[f"{name} {metric}"] = float(number)
+            found |= {f"{name} {metric}": number for metric, number in held(self._get(name, "/metrics")).items()}
         return found
 
     def wait_until_settled(self) -> None:
@@ -352,30 +369,48 @@ class Cluster:
 
     # Faults.
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a member."""
+        self.members[name].signal(number)
+
+    def start(self, name: str) -> None:
+        """Start a member again."""
+        self.members[name].start()
+
+    def number(self, name: str) -> int:
+        """Return the number of a member's host in rules."""
+        return self.NAMES.index(name)
+
     def block(self, *pairs: tuple[str, str]) -> Rules:
         """Return rules by which nothing passes from the first to the second member of each pair."""
-        return Rules(blocked=[(self.NAMES.index(source), self.NAMES.index(target)) for source, target in pairs])
+        return Rules(blocked=[(self.number(source), self.number(target)) for source, target in pairs])
 
     def without(self, name: str) -> Rules:
         """Return rules by which a member's host is cut off."""
-        return self.network.without(self.NAMES.index(name))
+        return self.network.without(self.number(name))
 
-    def serve_through(self, clients: int, steps: Iterable[tuple[float, Callable[[], object]]]) -> list[Answer]:
+    def serve_through(
+        self, clients: int, steps: Iterable[tuple[float, Callable[[], object]]], is_resumable: bool = False
+    ) -> list[Answer]:
         """Have clients ask while the steps are taken, each after so many seconds; returns all answers."""
         with self.hosts["router"].inside():
             headers = {"authorization": "Bearer a-key-of-clients"}
             urls = (self.members[name].url for name in self.ROUTERS)
-            return serve_through(" ".join(urls), headers, clients, steps)
+            return serve_through(" ".join(urls), headers, clients, steps, is_resumable)
 
 
 def serve_through(
-    url: str, headers: dict[str, str], clients: int, steps: Iterable[tuple[float, Callable[[], object]]]
+    url: str,
+    headers: dict[str, str],
+    clients: int,
+    steps: Iterable[tuple[float, Callable[[], object]]],
+    is_resumable: bool = False,
 ) -> list[Answer]:
     """Have clients ask a server while the steps are taken, each after so many seconds; returns all answers."""
 
     async def run() -> list[Answer]:
         stop = asyncio.Event()
-        asking = asyncio.create_task(ask_until(stop, url, clients, headers))
+        asking = asyncio.create_task(ask_until(stop, url, clients, headers, is_resumable))
         for seconds, step in steps:
             await asyncio.sleep(seconds)
             step()
@@ -383,6 +418,12 @@ def serve_through(
         return await asking
 
     return asyncio.run(run())
+
+
+def held(metrics: str) -> dict[str, float]:
+    """Return what of a server's metrics is not 0 while requests run or wait, or pages are held."""
+    names = r"^longctx:(num_requests_\w+|pages_held|kv_leases|kv_leased_pages)\{.*\} (.*)$"
+    return {name: float(number) for name, number in re.findall(names, metrics, re.MULTILINE) if float(number)}
 
 
 def resident(pid: int) -> float:
@@ -401,7 +442,8 @@ def written(path: Path, text: str) -> str:
 def check(answers: list[Answer]) -> None:
     """Every token came once and is right, and no stream broke."""
     assert not [each for each in answers if each.is_wrong]
-    assert not [each.error for each in answers if each.error and not each.is_refused]
+    errors = [each.error for each in answers if each.error and not each.is_refused]
+    assert not errors, f"{len(errors)}, such as {errors[:3]}"
     assert any(each.ends for each in answers)
 
 

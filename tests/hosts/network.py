@@ -1,14 +1,18 @@
 """Several hosts on one machine: network namespaces, and the switch between them (`switch.py`)."""
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,6 +60,25 @@ def missing() -> str | None:
             return "no right to make network namespaces: run as root, or with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         return f"no network namespace can be made: {error}"
     return None
+
+
+def processes_with(**variables: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the process id and the environment of each process that was started with these variables."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            text = (path / "environ").read_bytes().decode(errors="replace")
+            found = dict(line.partition("=")[::2] for line in text.split("\0"))
+            if variables.items() <= found.items():
+                yield int(path.name), found
+
+
+def end_all_with(**variables: str) -> None:
+    """Kill each process that was started with these variables, and what they still start."""
+    while left := [pid for pid, _ in processes_with(**variables)]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 class Host:
@@ -144,3 +167,31 @@ class Network:
         """Return rules by which a host reaches no other one, and none reaches it."""
         others = [other for other in range(len(self.hosts)) if other != host]
         return Rules(blocked=[pair for other in others for pair in ((host, other), (other, host))])
+
+
+class OnNetwork(ABC):
+    """A context manager of programs on the hosts of a network; if they can't be started, nothing is left of them.
+
+    Attributes:
+      network: of the hosts.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        self.network = Network(num_hosts)
+
+    def __enter__(self) -> Self:
+        self.network.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None:
+        """End the programs and the network."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the programs; the hosts are there."""

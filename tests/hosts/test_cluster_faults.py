@@ -30,29 +30,29 @@ Fault = tuple[Callable[[], object], Callable[[], object]]
 
 
 def _sent(name: str, begin: signal.Signals, end: signal.Signals) -> Callable[[Cluster], Fault]:
-    return lambda cluster: (lambda: cluster.members[name].signal(begin), lambda: cluster.members[name].signal(end))
+    return lambda cluster: (lambda: cluster.signal(name, begin), lambda: cluster.signal(name, end))
 
 
 def _killed(name: str) -> Callable[[Cluster], Fault]:
-    return lambda cluster: (lambda: cluster.members[name].signal(signal.SIGKILL), cluster.members[name].start)
+    return lambda cluster: (lambda: cluster.signal(name, signal.SIGKILL), lambda: cluster.start(name))
 
 
-def _network(rules: Callable[[Cluster], Rules]) -> Callable[[Cluster], Fault]:
+def on_network(rules: Callable[[Cluster], Rules]) -> Callable[[Cluster], Fault]:
     return lambda cluster: (lambda: cluster.network.set(rules(cluster)), cluster.network.set)
 
 
 NETWORK_FAULTS = {
-    "none": _network(lambda cluster: Rules()),
-    "delay 50 ms": _network(lambda cluster: Rules(delay=0.05)),
-    "loss 5 %": _network(lambda cluster: Rules(loss=0.05)),
-    "reordering 20 %": _network(lambda cluster: Rules(delay=0.005, reorder=0.2)),
-    "10 Mbit/s": _network(lambda cluster: Rules(rate=10e6)),
-    "delay, loss, reordering and rate": _network(lambda cluster: Rules(0.05, 0.05, 0.1, 10e6)),
-    "a decode instance alone": _network(lambda cluster: cluster.without("d0")),
-    "the prefill instance alone": _network(lambda cluster: cluster.without("p0")),
-    "a decode instance is not heard": _network(lambda cluster: cluster.block(("d0", "router"))),
-    "a decode instance does not hear": _network(lambda cluster: cluster.block(("router", "d0"))),
-    "pages do not arrive": _network(lambda cluster: cluster.block(("p0", "d0"))),
+    "none": on_network(lambda cluster: Rules()),
+    "delay 50 ms": on_network(lambda cluster: Rules(delay=0.05)),
+    "loss 5 %": on_network(lambda cluster: Rules(loss=0.05)),
+    "reordering 20 %": on_network(lambda cluster: Rules(delay=0.005, reorder=0.2)),
+    "10 Mbit/s": on_network(lambda cluster: Rules(rate=10e6)),
+    "delay, loss, reordering and rate": on_network(lambda cluster: Rules(0.05, 0.05, 0.1, 10e6)),
+    "a decode instance alone": on_network(lambda cluster: cluster.without("d0")),
+    "the prefill instance alone": on_network(lambda cluster: cluster.without("p0")),
+    "a decode instance is not heard": on_network(lambda cluster: cluster.block(("d0", "router"))),
+    "a decode instance does not hear": on_network(lambda cluster: cluster.block(("router", "d0"))),
+    "pages do not arrive": on_network(lambda cluster: cluster.block(("p0", "d0"))),
 }
 PROCESS_FAULTS = {
     "a decode instance stopped": _sent("d1", signal.SIGSTOP, signal.SIGCONT),
@@ -67,12 +67,17 @@ FAULTS = NETWORK_FAULTS | PROCESS_FAULTS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_client_gets_every_token_once(fault: str, cluster: Cluster) -> None:
     """Streams go on while the fault is there; afterwards all instances are back, and hold nothing."""
-    begin, end = FAULTS[fault](cluster)
-    answers = cluster.serve_through(CLIENTS, [(BEFORE, begin), (DURING, end), (AFTER, lambda: None)])
+    serve_through_fault(cluster, fault, FAULTS[fault](cluster))
+
+
+def serve_through_fault(cluster: Cluster, name: str, fault: Fault, during: float = DURING) -> None:
+    """Have clients ask before, during and after a fault: no client sees it, and the cluster heals by itself."""
+    begin, end = fault
+    answers = cluster.serve_through(CLIENTS, [(BEFORE, begin), (during, end), (AFTER, lambda: None)])
     since = time.monotonic()
     cluster.wait_until_open()
     cluster.wait_until_settled()
-    print(f"\n{fault}: {summary(answers)}; settled after {time.monotonic() - since:.0f} s")
+    print(f"\n{name}: {summary(answers)}; settled after {time.monotonic() - since:.0f} s")
     check(answers)
 
 

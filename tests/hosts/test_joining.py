@@ -22,8 +22,8 @@ class JoiningCluster(Cluster):
     ROLES = MappingProxyType({"p0": "prefill", "d0": "decode"})
     rules = Rules()
 
-    def _listed(self) -> tuple[str, ...]:
-        return ()
+    def _tables(self) -> list[str]:
+        return []
 
     def _add_instances(self) -> None:
         self.network.set(self.rules)

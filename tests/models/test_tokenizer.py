@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longctx.models import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from longctx.models.builtin import TINY
 
 TEXT = "A long document goes in, and a model answers a question about it. Zürich, 東京 and 🦙🦙 too. " * 3
 LLAMA3_TEMPLATE = """{{- bos_token }}
@@ -255,6 +256,33 @@ def test_no_template(loaded: dict[str, Tokenizer], kind: str) -> None:
 def test_the_byte_tokenizer_is_asked_for_by_class(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "longctx.ByteTokenizer"}')
     assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(TINY)
+
+
+@given(st.one_of(st.text(), st.lists(st.sampled_from(["<bos>", "<eos>", "é", " ", "🦙", "\x00", "'s"])).map("".join)))
+@example("<bos>Q: <eos>\r\n  ")
+def test_transformers_reads_the_built_in_tokenizer(builtin: Any, text: str) -> None:
+    ours = load_tokenizer(TINY)
+    assert isinstance(ours, ByteTokenizer)
+    for special in (True, False):
+        ids = builtin.encode(text, add_special_tokens=special)
+        assert ids == ours.encode(text, add_special_tokens=special)
+        assert builtin.decode([*ids, 257], skip_special_tokens=True) == text
+
+
+@given(st.lists(st.integers(0, 257)))
+def test_transformers_decodes_as_the_built_in_tokenizer(builtin: Any, ids: list[int]) -> None:
+    assert builtin.decode(ids, skip_special_tokens=True) == load_tokenizer(TINY).decode(ids)
+
+
+def test_the_built_in_tokenizer_says_what_it_is(builtin: Any) -> None:
+    ours = ByteTokenizer()
+    assert (len(builtin), builtin.bos_token_id, (builtin.eos_token_id,)) == (ours.vocab_size, ours.bos_id, ours.eos_ids)
+    assert {"bos_token": builtin.bos_token, "eos_token": builtin.eos_token} == ours.special_tokens
 
 
 def test_bad_directories(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server.access import HttpRequests
-from longctx.serving.server.caches import Caches
+from longctx.serving.server.caches import EngineCaches
 from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.responses_store import ResponseStore
 
@@ -40,7 +40,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
     metrics = ServerMetrics("longctx", thread, "m")
     metrics.transfers = {"sent": TransferStats(), "received": TransferStats()}
-    metrics.caches = Caches(thread, "m", None, 1.0)
+    metrics.caches = EngineCaches(thread, "m", None, 1.0)
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     metrics.responses = ResponseStore()
     requests = HttpRequests()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +17,8 @@ from longctx.serving.config import AdmissionLimits
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.metrics import Load, StepMetrics
 from longctx.serving.engine.thread import EngineThread, Received
+from longctx.serving.kv_cache.connector import LeasedSource
+from longctx.serving.request.handoff import Handoff, Progress
 
 GREEDY = SamplingParams(max_tokens=6)
 ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
@@ -58,10 +60,12 @@ def hold(engine: Engine) -> threading.Event:
 
 
 class Coming:
-    """Pages that come to host memory."""
+    """Pages that come to host memory, and a first token."""
 
     def __init__(self) -> None:
         self.ready: Future[None] = Future()
+        self.handoff: Handoff | None = None
+        self.sources: Mapping[str, LeasedSource] = {}
         self.releases = 0
 
     def release(self) -> None:
@@ -84,6 +88,25 @@ def test_a_request_whose_pages_are_coming_takes_no_slot() -> None:
         assert late.output().finish_reason in ("stop", "length")
         assert late.tokens == expected_tokens([5] * 20, GREEDY, eos=EOS)
         assert thread.wait_idle(10)
+
+
+def test_a_first_token_that_comes_is_told_before_a_step_has_ended() -> None:
+    expected = expected_tokens([5] * 16, ENDLESS)
+    coming, sink = Coming(), Sink()
+    engine = make_engine()
+    go = hold(engine)
+    with EngineThread(engine) as thread:
+        prepared = engine.prepare(Request([5] * 16, ENDLESS))
+        thread.submit(prepared, sink, received=Received(Handoff(0, (Progress(None, 0, ()),)), {}, coming))
+        coming.handoff = Handoff(0, (Progress(None, 0, (expected[0],)),))
+        coming.ready.set_result(None)
+        deadline = time.monotonic() + 10
+        while not sink.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert sink.tokens == expected[:1]
+        go.set()
+        assert sink.output().token_ids == sink.tokens == expected
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])

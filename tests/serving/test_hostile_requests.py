@@ -73,6 +73,8 @@ VALID_REQUEST = {
     "tpot_target": st.one_of(st.none(), st.floats(1e-3, 10)),
     "priority": st.integers(0, 3),
     "lease": st.one_of(st.none(), st.sampled_from(["a", "b"])),
+    "stream_id": st.one_of(st.none(), st.sampled_from(["a", "b"])),
+    "retain": st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 100)), max_size=3),
 }
 
 

@@ -1,26 +1,18 @@
-"""The page in a real browser, headless, against `longctx serve` with the built-in model.
-
-It takes Debian's `chromium` (apt-get install chromium), or any other Chromium or Chrome on the PATH.
-"""
+"""The page in a real browser, headless, against `longctx serve` with the built-in model."""
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
+from chromium import needs_chromium, open_browser
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from serve_process import ServeProcess
 
 from longctx.models import passkey
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on the PATH: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, needs_chromium]
 # Collects what the page's policy forbade, and all values that progress bars had.
 WATCH = """
 window.violations = [];
@@ -55,11 +47,9 @@ def server() -> Iterator[ServeProcess]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # Whoever runs tests as root, as in a container, gets no sandbox.
-        expect.set_options(timeout=60_000)
-        with playwright.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"]) as browser:
-            yield browser
+    expect.set_options(timeout=60_000)
+    with open_browser() as browser:
+        yield browser
 
 
 class Viewed:

@@ -160,3 +160,15 @@ def test_an_index_of_events_knows_what_each_tier_has(tmp_path: Path, pages: int)
     assert not again.has["CPU"]
     events.close()
     engine.pages.close()
+
+
+def test_an_engine_keeps_what_a_request_asks_for(tmp_path: Path) -> None:
+    engine = make_tiered_engine(tiers=tiers(tmp_path))
+    store = engine.pages.store
+    assert isinstance(store, TieredStore)
+    engine.generate(Request(PROMPT, FIVE, retain=((17, 60.0), (30, 0.05))))  # 4 pages, and 7 for a moment
+    settle(engine)
+    time.sleep(0.06)
+    assert store.count_by_tier([])["host"] == 0  # what is over ends when something is asked
+    store.wanted([])
+    assert (store.stats.host.pinned_bytes, store.stats.disk.pinned_bytes) == (4 * 32, 4 * 40)

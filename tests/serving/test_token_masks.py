@@ -271,6 +271,9 @@ WRONG = {
     "[a-": from_regex,
     "start: missing": from_lark,
     "root ::= (": from_gbnf,
+    'root ::= "a" missing': from_gbnf,
+    "root ::= root": from_gbnf,
+    '{"$ref": "#"}': from_json_schema,
     '{"type": "strin': from_json_schema,
     '{"type": "nonsense"}': from_json_schema,
 }

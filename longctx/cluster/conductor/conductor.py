@@ -14,8 +14,9 @@ from longctx.cluster.conductor.policy import (
     Policy,
     PolicyContext,
     check_choice,
-    inline_choice,
+    coupled_choice,
     select_decode,
+    send_seconds,
 )
 from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection, RoleChange
 from longctx.cluster.conductor.state import ClusterState, InstanceState, InstanceView, OpenRequest
@@ -186,8 +187,7 @@ class Conductor:
             range, or one's own policy chose what can't be. Nothing is changed.
         """
         check_real("now", now, 0, _LATEST)
-        if self.state.find(request.request_id) is not None:
-            raise ValueError(f"request_id must be of no open request, got {request.request_id!r}")
+        self._check_new(request)
         if check_integer("generated", generated, 0):
             # Its tokens are a part of its prompt now.
             tokens, rest = request.prompt_tokens + generated, max(1, request.max_tokens - generated)
@@ -196,6 +196,27 @@ class Conductor:
         if placed is not None and placed.assignment is decision:
             self._begin(placed, now)
         return decision
+
+    def attach(self, request: ClusterRequest, name: str, now: float) -> Assignment:
+        """Count a request that an instance has been given already, by another router.
+
+        Args:
+          request: its lengths and keys.
+          name: of the instance, which decodes it.
+          now: seconds of the driver's clock.
+
+        Returns:
+          Where it is: no load forbids it later.
+
+        Raises:
+          ValueError: there is none of this name, or a request of this id is open.
+        """
+        block_size = self._instance(name).spec.block_size
+        self._check_new(request)
+        placed = Assignment(request.request_id, name, name, 0, None, 0.0, 0.0, 0.0, 0.0, 0.0)
+        reserved = _reserved_tokens(request, block_size)
+        self._begin(OpenRequest(request, placed, 1, now, request.prompt_tokens, reserved, True), now)
+        return placed
 
     def prefilled(self, request_id: str, now: float, has_memory: bool = False) -> Rejection | None:
         """Check whether a request may decode, whose prompt is computed (3, step 4).
@@ -293,6 +314,10 @@ class Conductor:
         except KeyError:
             raise ValueError(f"there is no instance {name!r}") from None
 
+    def _check_new(self, request: ClusterRequest) -> None:
+        if self.state.find(request.request_id) is not None:
+            raise ValueError(f"request_id must be of no open request, got {request.request_id!r}")
+
     def _open(self, request_id: str) -> OpenRequest:
         found = self.state.find(request_id)
         assert found is not None
@@ -317,12 +342,18 @@ class Conductor:
         choice = self._policy(request, matches, pool, now, policy_context)
         if callable(self.config.policy):
             check_choice(choice, request, pool, policy_context)
-        context = request.prompt_tokens
-        decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
-        if self.config.is_inline and decode.role == "decode" and decode.has_room(reserved):
-            inline = inline_choice(request, matches, decode, now, policy_context)
-            if inline is not None:
-                choice, is_held = inline, True
+        instances, context = self.state.instances, request.prompt_tokens
+        decode, tbt = select_decode(instances[choice.instance], rooms, context, reserved, policy_context.tpot)
+        if self.config.is_inline and instances[choice.instance].role == "prefill":
+            lacks = context - matches.get(decode.name, 0) * policy_context.block_size
+            split = choice.ttft + send_seconds(instances[choice.instance], lacks, now)
+            free = [each for each in rooms if each.has_room(reserved)]
+            coupled = coupled_choice(request, matches, free, split, now, policy_context)
+            slo = self.config.ttft if request.ttft is None else request.ttft
+            if coupled is not None and coupled.ttft <= max(slo, choice.ttft):  # else it would be rejected
+                choice, is_held = coupled, True
+                decode = instances[choice.instance]
+                tbt = decode.tbt_with(context)
         assignment = Assignment(
             request.request_id, choice.instance, decode.name, choice.cached, choice.transfer, choice.ttft, tbt,
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
@@ -348,7 +379,7 @@ class Conductor:
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
         if exclude:
             senders = {name: each for name, each in senders.items() if name not in exclude}
-        threshold, tpot = self.config.balancing_threshold, self.config.tpot
+        threshold, tpot = self.config.balancing_threshold, min(request.tpot or inf, self.config.tpot)
         return matches, PolicyContext(block_size, threshold, senders, seed, held, tpot)
 
     def _no_memory(self, reserved: int, load: float, now: float) -> Verdict:

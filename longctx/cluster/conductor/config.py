@@ -48,8 +48,8 @@ class ConductorConfig:
       admission: when the load forbids a request: one of `ADMISSIONS` (never, before each stage, early, or early by
         prediction: 6.2 to 6.4), or a callable like them (`longctx.cluster.conductor.overload`).
       ttft, tpot: SLOs in seconds of requests that have none of their own.
-      is_inline: whether an instance that decodes computes a prompt itself which fits into one of its steps within the
-        TBT SLO (4).
+      is_inline: whether a prompt is read where it is decoded, if to split the request doesn't pay: by an instance that
+        decodes, where it fits into one of its steps within the TBT SLO (4); by one that does both, where it is sooner.
       balancing_threshold: a prefix elsewhere is fetched if it is at least that many times the local one (5.2).
       prefill_load: which predicted TTFT is compared with its SLO before a prefill: `"request"`, that of the request (5,
         algorithm 1), or `"instance"`, the greatest of the prompts that the chosen instance has (6.1).

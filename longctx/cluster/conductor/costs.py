@@ -39,7 +39,7 @@ class PredictorCosts:
     token_bytes: float
     plan: ParallelPlan = _ONE_DEVICE
     prompt_seconds: Callable[[int, int], float] | None = None
-    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_predictor(self.predictor, check_integer("chunk", self.chunk, 1))

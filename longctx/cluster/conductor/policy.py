@@ -43,7 +43,7 @@ class PolicyContext(NamedTuple):
       senders: instances that may send their blocks to others, by name.
       seed: of random choices, of the conductor and of the request.
       held: leading blocks that instances have by now, by name: only these can be sent.
-      tpot: seconds, the cluster's SLO.
+      tpot: seconds, the request's TBT SLO, or the cluster's if that is less.
     """
 
     block_size: int
@@ -170,46 +170,61 @@ def send_seconds(source: InstanceState, tokens: int, now: float) -> float:
 
 
 def select_decode(
-    prefill: InstanceState, rooms: Sequence[InstanceState], context: int, reserved: int
+    prefill: InstanceState, rooms: Sequence[InstanceState], context: int, reserved: int, tpot: float
 ) -> tuple[InstanceState, float]:
-    """Choose the instance that decodes: of the least predicted TBT, and with memory if there is one.
+    """Choose the instance that decodes: with memory if there is one, and of the least predicted TBT.
 
-    A coupled instance decodes what it prefills, and so does one that decodes and stands in for those that prefill.
+    An instance that does both, or that decodes and stands in for those that prefill, decodes what it reads, unless that
+    would break the TBT SLO, which another one would keep.
 
     Args:
       rooms: instances that may take it, one at least.
       context: tokens that it decodes with.
       reserved: tokens of KV cache that are kept for it.
+      tpot: seconds, its TBT SLO.
 
     Returns:
       (instance, predicted seconds between tokens once it and all that are expected there decode).
     """
-    best: tuple[bool, float] | None = None
-    chosen = prefill
-    for state in rooms if prefill.role == "prefill" else [prefill]:
-        batch, tokens, kept = state.expected
-        tbt = state.spec.costs.decode_seconds(int(batch) + 1, int(tokens) + context)
-        rank = (kept + reserved > state.spec.decode_tokens or batch >= state.spec.max_running, tbt)
-        if best is None or rank < best:
-            best, chosen = rank, state
-    assert best is not None
-    return chosen, best[1]
+    stays = prefill.role != "prefill"
+
+    def rank(state: InstanceState) -> tuple[bool, bool, bool, float]:
+        batch, _, kept = state.expected
+        has_none = kept + reserved > state.spec.decode_tokens or batch >= state.spec.max_running
+        tbt = state.tbt_with(context)
+        return has_none, stays and tbt > tpot, stays and state is not prefill, tbt
+
+    chosen = min(rooms, key=rank)
+    return chosen, chosen.tbt_with(context)
 
 
-def inline_choice(
-    request: ClusterRequest, matches: Mapping[str, int], decode: InstanceState, now: float, context: PolicyContext
+def coupled_choice(
+    request: ClusterRequest,
+    matches: Mapping[str, int],
+    rooms: Sequence[InstanceState],
+    split: float,
+    now: float,
+    context: PolicyContext,
 ) -> Choice | None:
-    """Prefill on the instance that decodes; None: it would not fit into one step, or break the TBT SLO (4).
+    """Read a prompt where it is decoded; None: to read it elsewhere pays, or no instance may.
 
-    One prompt at a time: the prediction is of one step of all that decode there and of this prompt.
+    An instance that only decodes reads what fits into one of its steps and keeps the TBT SLO there, one prompt at a
+    time, as section 4 says. One that does both and will keep the SLO reads what it would have read within `split`, the
+    seconds until a prompt that is read elsewhere has come, keys and values included.
     """
-    if decode.queue(now) > 0:
-        return None
-    batch, tokens, _ = decode.decoding
-    cached = matches.get(decode.name, 0) * context.block_size
-    seconds = decode.spec.costs.inline_seconds(int(batch), int(tokens), cached, request.prompt_tokens)
-    tpot = min(request.tpot or context.tpot, context.tpot)
-    return Choice(decode.name, cached, None, 0.0, 0.0, seconds) if seconds <= tpot else None
+    found = list[Choice]()
+    for state in rooms:
+        if state.role == "both":
+            choice = local_choice(request, matches, state, now, context)
+            if state.tbt_with(request.prompt_tokens) <= context.tpot and choice.ttft <= split:
+                found.append(choice)
+        elif state.queue(now) == 0:
+            batch, tokens, _ = state.decoding
+            cached = matches.get(state.name, 0) * context.block_size
+            seconds = state.spec.costs.inline_seconds(int(batch), int(tokens), cached, request.prompt_tokens)
+            if seconds <= context.tpot:
+                found.append(Choice(state.name, cached, None, 0.0, 0.0, seconds))
+    return min(found, key=lambda each: each.ttft, default=None)
 
 
 POLICY_FUNCTIONS: dict[str, Policy] = {

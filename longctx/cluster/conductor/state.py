@@ -160,6 +160,11 @@ class InstanceState:
         """Predict the seconds between the tokens of a batch; 0 if it is empty."""
         return self.spec.costs.decode_seconds(int(decodes.batch), int(decodes.tokens)) if decodes.batch else 0.0
 
+    def tbt_with(self, context: int) -> float:
+        """Predict the seconds between tokens once one more request, and all that are expected here, decode."""
+        batch, tokens, _ = self.expected
+        return self.spec.costs.decode_seconds(int(batch) + 1, int(tokens) + context)
+
     def has_room(self, tokens: int) -> bool:
         """Return whether one more request with a number of tokens of KV cache may decode here now."""
         batch = len(self.decodes) - self.coming.batch + self.others.batch + self.held.batch

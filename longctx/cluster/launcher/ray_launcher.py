@@ -67,12 +67,14 @@ class RayHost:
         return self._ip, self._held.getsockname()[1]
 
     def start(self, name: str, command: Sequence[str], files: Mapping[str, bytes]) -> None:
-        """Start the instance, and start it again when it ends.
+        """Start the instance, and start it again when it ends. A second call does nothing.
 
         Args:
           command: whose program is this machine's own Python.
           files: contents of the files that the command names, `--flag=path`, which this process keeps.
         """
+        if self._process is not None:
+            return
         command = [sys.executable, *command[1:]]
         for path, contents in files.items():
             here = str(self._files.add(contents))
@@ -194,23 +196,33 @@ class RayLauncher:
         return Address(instance.name, instance.role, f"{instance.scheme}://{host_port(host, port)}")
 
     def _watch(self, index: int, instance: Launched) -> None:
-        """Make a new actor of an instance, with its process, when it is lost."""
+        """Make a new actor of an instance, with its process, when it has died or has not answered for a time."""
         errors, back_off, began = self._ray.exceptions, BackOff(), time.monotonic()
+        answered = began
         while not self._is_closing.wait(_LOOK_SECONDS):
             try:
                 state = self._ray.get(self.actors[instance.name].state.remote(), timeout=_CALL_SECONDS)
-                self.problem = self.problem or state.problem
-            except (errors.RayActorError, errors.GetTimeoutError):
+                answered, self.problem = time.monotonic(), self.problem or state.problem
+                if not state.num_starts:  # the call to start it was lost
+                    self._start(instance)
+            except (errors.RayActorError, errors.GetTimeoutError) as error:
+                is_cut = isinstance(error, errors.ActorUnavailableError)  # its connection broke; it may live
+                if is_cut and time.monotonic() - answered < _CALL_SECONDS:
+                    continue
                 logger.warning("longctx: %s is lost, with its Ray actor", instance.name)
                 if not self._is_closing.wait(back_off.after(time.monotonic() - began)):
                     began = time.monotonic()
                     self._replace(index, instance)
+                    answered = time.monotonic()
             except Exception:  # Ray itself is gone, or goes
                 logger.exception("longctx: the Ray cluster does not answer")
 
     def _replace(self, index: int, instance: Launched) -> None:
         before = self._address(instance)
         try:
+            self._ray.kill(
+                self.actors[instance.name]
+            )  # one that is stuck keeps the CPUs and GPUs that the new one needs
             self._make(index, instance)
             self._start(instance)
         except Exception as error:

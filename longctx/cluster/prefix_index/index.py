@@ -153,6 +153,12 @@ class PrefixIndex:
             self._add_matches(matches, left, len(wanted))
         return matches
 
+    def count_by_tier(self, keys: np.ndarray) -> dict[Tier, int]:
+        """Return how many of some blocks, uint64 `[blocks]`, some instance holds in each tier."""
+        with self._lock:
+            masks = [self._masks.get(key, 0) for key in _check(keys).tolist()]
+            return {tier: sum(mask & self._lowest << bit > 0 for mask in masks) for bit, tier in enumerate(TIERS)}
+
     def touch(self, keys: np.ndarray, now: float) -> None:
         """Note that the leading blocks that are there have been used; new blocks have the last such time.
 

@@ -1,24 +1,22 @@
 """`InstanceClient`: HTTP requests of the router to an instance, whose answers are checked."""
 
-import contextlib
-from collections.abc import AsyncGenerator
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.router.http_stream import Head, HttpStream
+from longctx.cluster.http_stream import Head, HttpStream
 from longctx.models.validation import check_real
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.server.auth import make_grant
-from longctx.serving.server.relay import EventLine, decode_events, split_lines
+from longctx.serving.server.relay import EventLine, LineSplitter, decode_events
 from longctx.serving.server.tls import Tls
 
-_LOOK = httpx.Timeout(2.0)
-_JOIN = httpx.Timeout(10.0)
+_LOOK, _JOIN = 2.0, 10.0  # seconds
 _SILENCE = 60.0  # seconds; it says every few seconds that it lives
 _MOST_SAID = 100_000  # bytes of an answer that is an error
 _T = TypeVar("_T")
@@ -116,7 +114,13 @@ class _Evicted(msgspec.Struct):
 
 
 class LoadInfo(msgspec.Struct):
-    """`/load` of an instance."""
+    """`/load` of an instance.
+
+    Attributes:
+      problem: why it answers no requests.
+      factors: by which its predictor is corrected, of prompts and of decodes.
+      kept_streams: names of those that another router may ask for.
+    """
 
     backlog_seconds: float
     decoding: int
@@ -124,6 +128,9 @@ class LoadInfo(msgspec.Struct):
     request_ids: list[str]
     token_usage: float = 0.0
     draining: bool = False
+    problem: str | None = None
+    factors: tuple[float, float] | None = None
+    kept_streams: list[str] = []
 
 
 class InstanceClient:
@@ -132,11 +139,11 @@ class InstanceClient:
     Args:
       url: of its HTTP.
       key: of an administrator of the instance; None: it needs none.
-      tls: of the router, as `http` has it.
+      tls: of the router.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None, tls: Tls | None = None) -> None:
-        self._http, self.url = http, url.rstrip("/")
+    def __init__(self, url: str, key: str | None, tls: Tls | None = None) -> None:
+        self.url = url.rstrip("/")
         self._stream = HttpStream(self.url, _SILENCE, tls)
         self._key, self._headers = key, {} if key is None else {"authorization": f"Bearer {key}"}
 
@@ -146,17 +153,16 @@ class InstanceClient:
 
     async def info(self) -> ServerInfo:
         """Ask for `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""
-        return _decode(ServerInfo, await self._get("/server_info", _JOIN))
+        return _decode(ServerInfo, await self._ask("GET", "/server_info", _JOIN))
 
     async def costs(self, info: ServerInfo) -> PredictorCosts:
         """Ask for its predictor, which it corrects while its steps run. ProtocolError, httpx.HTTPError."""
-        content = await self._get("/predictor", _JOIN)
+        content = await self._ask("GET", "/predictor", _JOIN)
         try:
             fields: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
             predictor = Corrected(predictor_from_dict(fields["predictor"]))
-            predictor.prompt_factor = check_real("prompt_factor", fields["prompt_factor"], _LEAST_FACTOR, _MOST_FACTOR)
-            predictor.decode_factor = check_real("decode_factor", fields["decode_factor"], _LEAST_FACTOR, _MOST_FACTOR)
             costs = PredictorCosts(predictor, info.token_budget, info.kv_bytes_per_token, info.plan)
+            costs = corrected(costs, (fields["prompt_factor"], fields["decode_factor"]))
             costs.decode_seconds(1, 1)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its predictor can't be: {type(error).__name__}: {error}") from None
@@ -164,29 +170,51 @@ class InstanceClient:
 
     async def load(self) -> LoadInfo:
         """Ask for `LoadInfo`. ProtocolError; httpx.HTTPError: it is not there."""
-        return _decode(LoadInfo, await self._get("/load", _LOOK))
+        return _decode(LoadInfo, await self._ask("GET", "/load", _LOOK))
+
+    async def follow_load(self, seconds: float, take: Callable[[LoadInfo], bool]) -> None:
+        """Ask for `LoadInfo` whenever it changes, at most once in some seconds, until it says no more or `take` True.
+
+        ProtocolError; httpx.HTTPError: it is not there, or says nothing for too long.
+        """
+        headers = self._headers | {"accept": "application/x-ndjson"}
+        status, lines = 0, LineSplitter()
+
+        def read(part: Head | bytes) -> bool:
+            nonlocal status
+            if isinstance(part, Head):
+                status = part.status
+                return False
+            if status != 200:
+                raise ProtocolError(f"it answers /load with status {status}: {_shown(part)}")
+            return any(take(_decode(LoadInfo, line)) for line in lines.push(part))
+
+        await self._stream.send("GET", f"/load?every={min(seconds, 1.0):g}", headers, b"", read, _LOOK)
+        for line in lines.push(b"\n"):  # of one that answers once
+            take(_decode(LoadInfo, line))
 
     async def ready(self) -> str | None:
         """Ask why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
-        answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
-        if answer.status_code == 200:
+        status, content = await self._stream.fetch("GET", "/ready", {}, _LOOK)
+        if status == 200:
             return None
         try:
-            return msgspec.json.decode(answer.content, type=_Status).status[:_SHOWN]
+            return msgspec.json.decode(content, type=_Status).status[:_SHOWN]
         except (msgspec.DecodeError, ValueError):
-            return f"it is not ready: {answer.text[:_SHOWN]}"
+            return f"it is not ready: {_shown(content)}"
 
     async def swap(self, keys: list[int], tier: str) -> int:
         """Have it evict blocks of a tier; returns how many it did. ProtocolError, httpx.HTTPError."""
         body = msgspec.json.encode({"keys": keys, "tier": tier})
         headers = self._headers | {"content-type": "application/json"}
-        answer = await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
-        if answer.status_code != 200:
-            raise ProtocolError(f"it answers /kv_swap with status {answer.status_code}: {answer.text[:_SHOWN]}")
-        return _decode(_Evicted, answer.content).evicted
+        return _decode(_Evicted, await self._ask("POST", "/kv_swap", _JOIN, body, headers)).evicted
 
-    async def resume(self, body: bytes, request_id: str) -> AsyncGenerator[list[EventLine]]:
-        """Have it go on with a request: yields no events once it has taken the request, then those of each step.
+    async def resume(self, body: bytes, request_id: str, take: Callable[[list[EventLine]], bool]) -> None:
+        """Have it go on with a request.
+
+        Args:
+          take: is called with no events once the instance has taken the request, then with those of each step; True:
+            these were the last ones.
 
         Raises:
           Refused: it does not take it.
@@ -194,28 +222,46 @@ class InstanceClient:
           httpx.HTTPError: its connection breaks.
         """
         headers = self._headers | {"content-type": "application/json", "x-request-id": request_id}
-        parts = self._stream.post("/resume", headers, body)
-        async with contextlib.aclosing(parts):
-            head = await anext(parts)
-            assert isinstance(head, Head)
+        head, lines, said = Head(0, {}), LineSplitter(), bytearray()
+
+        def read(part: Head | bytes) -> bool:
+            nonlocal head
+            if isinstance(part, Head):
+                head = part
+                return head.status == 200 and take([])
             if head.status != 200:
-                raise await _refused(head, parts)
-            yield []
-            async for line in split_lines(_bytes_of(parts)):
-                try:
-                    yield decode_events(line)
-                except (msgspec.DecodeError, ValueError) as error:
-                    raise ProtocolError(f"its events are none: {error}") from None
+                said.extend(part[: _MOST_SAID - len(said)])
+                return False
+            return any(take(_events(line)) for line in lines.push(part))  # none after the last one
+
+        await self._stream.send("POST", "/resume", headers, body, read)
+        if head.status != 200:
+            raise _refused(head, bytes(said))
 
     def close(self) -> None:
         """Close connections that are idle."""
         self._stream.close()
 
-    async def _get(self, path: str, timeout: httpx.Timeout) -> bytes:
-        answer = await self._http.get(self.url + path, headers=self._headers, timeout=timeout)
-        if answer.status_code != 200:
-            raise ProtocolError(f"it answers {path} with status {answer.status_code}: {answer.text[:_SHOWN]}")
-        return answer.content
+    async def _ask(
+        self, method: str, path: str, seconds: float, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        status, content = await self._stream.fetch(method, path, headers or self._headers, seconds, body)
+        if status != 200:
+            raise ProtocolError(f"it answers {path} with status {status}: {_shown(content)}")
+        return content
+
+
+def corrected(costs: PredictorCosts, factors: tuple[Any, Any]) -> PredictorCosts:
+    """Return costs with other factors of prompts and of decodes; TypeError, ValueError: they can't be."""
+    assert isinstance(costs.predictor, Corrected)
+    predictor = Corrected(costs.predictor.predictor)
+    predictor.prompt_factor = check_real("prompt_factor", factors[0], _LEAST_FACTOR, _MOST_FACTOR)
+    predictor.decode_factor = check_real("decode_factor", factors[1], _LEAST_FACTOR, _MOST_FACTOR)
+    return dataclasses.replace(costs, predictor=predictor)
+
+
+def _shown(content: bytes) -> str:
+    return content[: 4 * _SHOWN].decode("utf-8", "replace")[:_SHOWN]
 
 
 def _decode(kind: type[_T], content: bytes) -> _T:
@@ -225,16 +271,14 @@ def _decode(kind: type[_T], content: bytes) -> _T:
         raise ProtocolError(f"{kind.__name__} of it can't be: {error}") from None
 
 
-async def _bytes_of(parts: AsyncGenerator[Head | bytes]) -> AsyncGenerator[bytes]:
-    async for part in parts:
-        assert isinstance(part, bytes)
-        yield part
+def _events(line: bytes) -> list[EventLine]:
+    try:
+        return decode_events(line)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"its events are none: {error}") from None
 
 
-async def _refused(head: Head, parts: AsyncGenerator[Head | bytes]) -> Refused:
-    said = bytearray()
-    async for part in _bytes_of(parts):
-        said += part[: _MOST_SAID - len(said)]
+def _refused(head: Head, said: bytes) -> Refused:
     text = said.decode("utf-8", "replace")
     try:
         message = str(msgspec.json.decode(text)["error"]["message"])

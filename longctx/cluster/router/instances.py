@@ -1,7 +1,7 @@
 """`Instances`: watches the instances of a cluster, and tells the conductor which join, drain and are lost.
 
-Each is looked at several times a second. One that is gone is removed, and joins again by itself when it is back; one
-that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
+Each says how busy it is whenever that changes. One that is gone is removed, and joins again by itself when it is back;
+one that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -18,11 +19,9 @@ import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import Role
-from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import InstanceSpec, Report
-from longctx.cluster.http_client import make_client
 from longctx.cluster.prefix_index.reader import KvEventReader
-from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo
+from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, corrected
 from longctx.cluster.server_url import check_server_url
 from longctx.serving.server.settings import ApiKey
 from longctx.serving.server.tls import Tls
@@ -33,7 +32,6 @@ MAX_SKEW = 10.0
 """Seconds that clocks of instances may differ from the router's."""
 
 _REFUSED, _SILENT = 2, 3  # looks in a row after which it is dead: whose connection is refused; that time out
-_READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
 _ANY = ("*", "0.0.0.0", "[::]")  # hosts of endpoints that listen on all addresses
@@ -49,7 +47,7 @@ class RouterSettings(NamedTuple):
       instance_keys: of an administrator of each of the others, by its name.
       joiners: keys with which an instance of that name registers, and no other one.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
-      look_seconds: between two looks at each instance.
+      look_seconds: between two reports of an instance, at least.
       max_waiting: completions of the prompts of one call.
       max_logprob_bytes: of the log probabilities of one call, about.
       metrics_prefix: of the metrics that vLLM has too.
@@ -140,7 +138,6 @@ class Instances:
         self._page_size, self._keys, self._vocab_size, self._max_length = page_size, keys, vocab_size, max_length
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._http = make_client(settings.tls, httpx.Limits(max_connections=None, max_keepalive_connections=256))
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self.by_name.values()))
@@ -168,7 +165,7 @@ class Instances:
                 f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
             )
         key = self._settings.instance_keys.get(name, self._settings.instance_key)
-        instance = Instance(name, InstanceClient(self._http, url, key, self._settings.tls), role)
+        instance = Instance(name, InstanceClient(url, key, self._settings.tls), role)
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
         return instance
@@ -221,7 +218,6 @@ class Instances:
         await asyncio.gather(*watchers, return_exceptions=True)
         for instance in self.by_name.values():
             instance.client.close()
-        await self._http.aclose()
 
     # Looks.
 
@@ -231,7 +227,7 @@ class Instances:
             count += 1
             try:
                 if instance.is_member:
-                    await self._look(instance, count)
+                    await instance.client.follow_load(self._settings.look_seconds, partial(self._note, instance))
                 elif time.monotonic() >= instance.retry_at:
                     await self._join(instance)
             except ProtocolError as error:
@@ -318,25 +314,16 @@ class Instances:
         if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
             raise ProtocolError("it says that it has no room for any request")
 
-    async def _look(self, instance: Instance, count: int) -> None:
-        load = await instance.client.load()
-        not_ready = None
-        if count % _READY_EVERY == 0:
-            not_ready = await instance.client.ready()
-        costs = None
-        if count % _COSTS_EVERY == 0 and instance.info is not None:
-            costs = await instance.client.costs(instance.info)
-        if not instance.is_member:
-            return
-        instance.missed = 0
-        self._note(instance, load, costs)
-        if not_ready is not None and not load.draining:
-            self._leave(instance, "joining", not_ready)  # its engine has failed: it joins when it is back
+    def _note(self, instance: Instance, load: LoadInfo) -> bool:
+        """Tell the conductor what an instance says of itself; return whether it is not a member now.
 
-    def _note(self, instance: Instance, load: LoadInfo, costs: PredictorCosts | None = None) -> None:
-        """Tell the conductor what an instance says of itself; ProtocolError: it can't be."""
-        info = instance.info
+        ProtocolError: what it says can't be.
+        """
+        info, costs = instance.info, None
+        if not instance.is_member:
+            return True
         assert info is not None
+        instance.missed = 0
         if load.decoding > info.max_running or load.decode_tokens > info.max_total_num_tokens:
             raise ProtocolError(
                 f"it says that {load.decoding} requests with {load.decode_tokens} tokens decode, of "
@@ -344,6 +331,8 @@ class Instances:
             )
         report = Report(load.backlog_seconds, load.decoding, load.decode_tokens, frozenset(load.request_ids))
         try:
+            if load.factors is not None and (instance.load is None or load.factors != instance.load.factors):
+                costs = corrected(self._conductor.state.instances[instance.name].spec.costs, load.factors)
             self._conductor.report(instance.name, report, time.monotonic(), costs)
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from None
@@ -354,6 +343,9 @@ class Instances:
             self._set_draining(instance, "it drains")
         elif not load.draining and instance.state == "draining" and not instance.is_held:
             self.restore(instance)
+        if load.problem is not None and not load.draining:
+            self._leave(instance, "joining", load.problem)  # its engine has failed: it joins when it is back
+        return not instance.is_member
 
     def _miss(self, instance: Instance, error: httpx.HTTPError) -> None:
         """Note that it did not answer."""

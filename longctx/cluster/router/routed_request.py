@@ -6,13 +6,12 @@ goes on with the same seed, and the tokens that it repeats are compared and left
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -39,9 +38,7 @@ RESUME_TIMEOUT = 60.0
 
 _FAILED_PAUSE, _REFUSED_PAUSE = 1.0, 0.2  # seconds until an instance is asked again that failed, or refused
 _LEAST_PAUSE, _MOST_PAUSE = 0.01, 0.25  # seconds between two attempts to place it
-_END_SECONDS = 1.0  # for which the end of an answer may come after its last event
 _LEAST_TIME = 0.001  # seconds
-_LONG = 20_000  # tokens of a request that another thread writes
 _LEAST_RETRY, _MOST_RETRY = 0.5, 120.0  # seconds after which a client may come again
 _REASONS: dict[Bound, str] = {
     "ttft": "the first token would come too late",
@@ -224,21 +221,15 @@ class RoutedRequest:
 
     async def _follow(self, instance: Instance, assignment: Assignment) -> None:
         """Pass events on until the last one."""
-        if len(self._prepared.tokens) > _LONG:
-            body = await asyncio.to_thread(self._body, assignment)
-        else:
-            body = self._body(assignment)
-        lines = instance.client.resume(body, self._request.request_id)
-        try:
-            async for line in lines:
-                self._has_begun = True
-                self._pass_on(line)
-                if not self._relayed.open:
-                    await _read_to_end(lines)
-                    return
-        finally:
-            await lines.aclose()
-        raise httpx.ReadError("its events ended before the request did")
+        await instance.client.resume(self._body(assignment), self._request.request_id, self._take)
+        if self._relayed.open:
+            raise httpx.ReadError("its events ended before the request did")
+
+    def _take(self, line: list[EventLine]) -> bool:
+        """Pass events on; return whether the last one was among them."""
+        self._has_begun = True
+        self._pass_on(line)
+        return not self._relayed.open
 
     def _pass_on(self, line: list[EventLine]) -> None:
         routing, relayed = self._routing, self._relayed
@@ -263,7 +254,9 @@ class RoutedRequest:
     def _read(self, entry: EventLine, now: float) -> Event | None:
         """Make the client's event; None: it has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
         relayed, end = self._relayed, entry.end
-        if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
+        if end is not None and end.reason == "moved" and entry.index in relayed.open:
+            raise ApiError(409, "another connection goes on with this stream", code="stream_resumed")
+        if end is not None and end.reason in ("cancelled", "error") and entry.index in relayed.open:
             raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
         self._check(entry)
         if end is not None:
@@ -274,11 +267,13 @@ class RoutedRequest:
         """Raise RelayBroken unless an event is one that the request asked for, and can be the next."""
         sampling, tokens, end, relayed = self._prepared.request.sampling, entry.token_ids, entry.end, self._relayed
         num_prompt, vocab_size = len(self._prepared.tokens), self._routing.vocab_size
-        if not all(0 <= token < vocab_size for token in tokens):
-            raise RelayBroken(f"it sends tokens that are not in the vocabulary of {vocab_size}")
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise RelayBroken(f"it sends tokens that are not in the vocabulary of {vocab_size}")
         if sampling.logprobs is not None and len(entry.logprobs) != len(tokens):
             raise RelayBroken("it sends tokens without their log probabilities")
-        self._check_logprobs(entry.logprobs, sampling.logprobs)
+        if entry.logprobs:
+            self._check_logprobs(entry.logprobs, sampling.logprobs)
         if entry.text and not tokens and end is None:
             raise RelayBroken("it sends text without tokens")
         had = relayed.num_tokens_of(entry.index) + len(tokens) - (1 if tokens and relayed.repeats(entry.index) else 0)
@@ -350,12 +345,13 @@ class RoutedRequest:
         """Make the body of `/resume`, see docs/kv_transfer.md."""
         request: Any = dataclasses.replace(
             self._prepared.request,
-            prompt=self._prepared.tokens.tolist(),
+            prompt="",
             request_id=None,
             ttft_deadline=self._time_left(),
         )
         body = {"request": request, "kv_transfer_params": {"handoff": self._relayed.handoff().to_dict()}}
-        return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
+        tokens = self._prepared.tokens.astype("<i4").tobytes()  # msgspec makes base64 of it
+        return msgspec.json.encode(body | {"tokens": tokens, "prefill": self._prefill(assignment)})
 
     def _time_left(self) -> float | None:
         """Return seconds until the deadline of the first token; None: there is none, or it is there, or too late."""
@@ -379,14 +375,6 @@ class RoutedRequest:
         if url is None and prefix is None:
             return None
         return {"url": url, "prefix": prefix, "seconds": assignment.ttft, "grant": grant}
-
-
-async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
-    """Read an answer to its end, so that its connection can be used again."""
-    with contextlib.suppress(TimeoutError, httpx.HTTPError, ProtocolError, RelayBroken):
-        async with asyncio.timeout(_END_SECONDS):
-            async for _ in lines:
-                pass
 
 
 def rejected(rejection: Rejection) -> ApiError:

@@ -1,26 +1,28 @@
 """Router of a cluster: `RouterServer` for the app of one event loop, and the `ClusterBackend` that answers requests."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import httpx
-import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.request import ClusterRequest, Rejection
+from longctx.cluster.conductor.request import ClusterRequest, Decision, Rejection
 from longctx.cluster.join import Challenges
 from longctx.cluster.launcher.launcher import Address
 from longctx.cluster.peers import Peers
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
-from longctx.cluster.router.instance_client import ProtocolError
-from longctx.cluster.router.instances import Instances, RouterSettings
+from longctx.cluster.router.caches import ClusterCaches
+from longctx.cluster.router.instance_client import LoadInfo, ProtocolError
+from longctx.cluster.router.instances import Instance, Instances, RouterSettings
 from longctx.cluster.router.routed_request import RoutedRequest, Routing, rejected
 from longctx.cluster.router.router_metrics import RouterMetrics
 from longctx.cluster.server_url import split_server_url
@@ -33,16 +35,20 @@ from longctx.serving.engine.input_processor import InputProcessor
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import KeyRing
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.frontend import Frontend
+from longctx.serving.server.kv_events import block_hashes
 from longctx.serving.server.request_parser import RequestParser
+from longctx.serving.server.resumption import LAST_EVENT_ID
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.transfers import Received
 
 logger = logging.getLogger(__name__)
 
 _UPKEEP_SECONDS = 1.0  # between two looks at roles and cold blocks
+_JOIN_SECONDS = 5.0  # for which an instance that keeps a stream may take to join
 _RETRY = 2.0  # seconds after which instances may be there
 _SHOWN = 4  # instances that an error names
 
@@ -58,6 +64,7 @@ class ClusterBackend(Routing):
         self.stats.requests = lambda: (self.num_running, self.num_waiting)
         self._requests: dict[str, tuple[RoutedRequest, asyncio.Task[None]]] = {}
         self._ids = map("request-{}".format, itertools.count())
+        self._keepers: dict[str, str] = {}  # instances that keep streams which clients resume now
 
     @property
     def num_running(self) -> int:
@@ -89,7 +96,11 @@ class ClusterBackend(Routing):
         if name in self._requests:
             raise ValueError(f"request_id must be unique, and {name!r} has not ended yet")
         request = _cluster_request(prepared, name)
-        decision = self.conductor.assign(request, now)
+        keeper = self._keepers.get(prepared.request.stream_id or "")
+        if keeper in self.conductor.state.instances:
+            decision: Decision = self.conductor.attach(request, keeper, now)
+        else:
+            decision = self.conductor.assign(request, now)
         if isinstance(decision, Rejection) and not decision.is_deferred:
             self.stats.rejections[decision.bound, decision.stage] += 1
             raise rejected(decision)
@@ -108,6 +119,26 @@ class ClusterBackend(Routing):
         routed.end("cancelled")
         task.cancel()
         return True
+
+    @contextlib.asynccontextmanager
+    async def resuming(self, requests: Sequence[PreparedRequest]) -> AsyncIterator[None]:
+        """Ask instances for the streams of requests, which those that are submitted inside go on with."""
+        instances = [each for each in self.instances if each.state in ("open", "draining", "joining")]
+        loads = await asyncio.gather(*(each.client.load() for each in instances), return_exceptions=True)
+        wanted, found = {prepared.request.stream_id for prepared in requests}, dict[str, Instance]()
+        for instance, load in zip(instances, loads, strict=True):
+            if isinstance(load, LoadInfo):
+                found |= {name: instance for name in load.kept_streams if name in wanted}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_SECONDS):
+                while not all(instance.is_member for instance in found.values()):  # the router has just begun
+                    await asyncio.sleep(_JOIN_SECONDS / 100)
+        self._keepers |= {name: instance.name for name, instance in found.items()}
+        try:
+            yield
+        finally:
+            for name in found:
+                self._keepers.pop(name, None)
 
     async def close(self) -> None:
         """End all requests."""
@@ -185,6 +216,15 @@ class RouterServer(Frontend):
             self.conductor, self.instances, self.metrics, model.vocab_size, self.failures, self._flush
         )
         self.backend = self.cluster
+        self.caches = ClusterCaches(
+            self.model_name,
+            config.page_size,
+            settings.cache_tokens,
+            settings.max_cache_ttl,
+            self.cluster,
+            self.instances,
+            self.index,
+        )
         self._upkeep: asyncio.Task[None] | None = None
 
     def may_register(self, url: str) -> bool:
@@ -198,6 +238,13 @@ class RouterServer(Frontend):
 
     def now(self) -> float:
         return time.monotonic()
+
+    def _starting(self, call: ParsedCall, headers: Mapping[str, str]) -> AbstractAsyncContextManager[None]:
+        """Find the instances that keep a stream which is resumed."""
+        return self.cluster.resuming(call.requests) if LAST_EVENT_ID in headers else super()._starting(call, headers)
+
+    def _flush(self) -> None:
+        self.dispatcher.deliver()  # requests are served in the event loop
 
     @property
     def is_warm(self) -> bool:
@@ -271,12 +318,11 @@ class RouterServer(Frontend):
 def _cluster_request(prepared: PreparedRequest, name: str) -> ClusterRequest:
     """Describe a request as the conductor sees it."""
     request = prepared.request
-    first = b"".join(key[:8] for key in prepared.shared_keys)  # as KV events have them
     return ClusterRequest(
         name,
         len(prepared.tokens),
         request.sampling.max_tokens * request.sampling.n,
-        np.frombuffer(first, ">u8").astype(np.uint64),
+        block_hashes(prepared.shared_keys),
         request.ttft_deadline,
         request.tpot_target,
         request.priority,

@@ -295,6 +295,8 @@ class Engine:
         """Let claimed requests enter with the next step."""
         for request in requests:
             request.has_begun = True
+            for tokens, seconds in request.prepared.request.retain:
+                self.pages.pin(request.prepared.keys[: tokens // self.config.page_size], seconds)
         self._lock.update(functools.partial(self.requests.enter, *requests))
 
     def submit(

@@ -76,7 +76,7 @@ class InputProcessor:
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         tokens = self._tokenise(request.prompt)
-        self._check_request(request, len(tokens))
+        self.check_request(request, len(tokens))
         keys: list[bytes] = []
         if self._config.prefix_cache:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant, request.cache_salt))
@@ -130,7 +130,16 @@ class InputProcessor:
         """Numbers of an embedding."""
         return self._model.hidden_size
 
-    def _check_request(self, request: Request, prompt_length: int) -> None:
+    def check_request(self, request: Request, prompt_length: int) -> None:
+        """Check that this engine can do what a request asks for.
+
+        Args:
+          request: to check.
+          prompt_length: tokens of its prompt.
+
+        Raises:
+          ValueError: it can't; the message names the argument.
+        """
         params, vocab = request.sampling, self._model.vocab_size
         self.check_choices(params.n)
         if prompt_length + params.max_tokens > self._max_length:

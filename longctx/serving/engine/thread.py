@@ -26,11 +26,21 @@ _IDLE_SECONDS = 0.005  # between two looks at whether all requests have ended
 
 @runtime_checkable
 class Staged(Protocol):
-    """Pages of a request that are brought to the engine's tiers before the request enters it."""
+    """Parts of a request that come before it enters the engine: its first token, or pages for the tiers."""
 
     @property
     def ready(self) -> "Future[None]":
-        """Ends when all pages are there that will come."""
+        """Ends when all has come that will."""
+        ...
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """The handoff of another engine, once it is ready; None: the one that was known before."""
+        ...
+
+    @property
+    def sources(self) -> Mapping[str, LeasedSource]:
+        """Sources of the pages of that, by lease."""
         ...
 
     def release(self) -> None:
@@ -156,10 +166,10 @@ class EngineThread:
             if self.is_draining:
                 raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
             self.control.admit(request)
-            if received.staged is None:
+            if (staged := received.staged) is None:
                 self.engine.begin([request])
             else:
-                received.staged.ready.add_done_callback(lambda _: self._begin_staged(request))
+                staged.ready.add_done_callback(lambda _: self._begin_staged(request, staged))
             self._check_running()  # otherwise its sink would never get its end
         except BaseException:
             self.engine.requests.drop(request)
@@ -168,8 +178,10 @@ class EngineThread:
             self._wake.set()
         return request.request_id
 
-    def _begin_staged(self, request: ActiveRequest) -> None:
+    def _begin_staged(self, request: ActiveRequest, staged: Staged) -> None:
         if self.engine.requests.get(request.request_id) is request:  # otherwise it has ended
+            if staged.handoff is not None:
+                request.handoff, request.sources = staged.handoff, staged.sources
             self.engine.begin([request])
             self._wake.set()
 
@@ -245,6 +257,7 @@ class EngineThread:
     def _run_steps(self) -> None:
         """Run steps while there is work."""
         while self.engine.has_work and not self._is_closing:  # raises if the engine has failed elsewhere
+            self._deliver()  # first tokens that have come from another engine
             self._step()
         self._deliver()  # of requests that were cancelled meanwhile
         self._progressed = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import extras
 from longctx.models.validation import shown
+from longctx.serving.request.json_schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,17 +29,18 @@ WHITESPACE = (
 )
 
 
-def from_json_schema(schema: Any) -> str:
+def from_json_schema(schema: Any, strict: bool = True) -> str:
     """Make the grammar of JSON texts that a schema allows.
 
     Args:
       schema: a JSON schema as Python's objects, or as a text of JSON.
+      strict: refuse a schema that has what can't be enforced, here or where the grammar is compiled; else pass over it.
 
     Returns:
       The grammar.
 
     Raises:
-      ValueError: it is no JSON schema, or one that has what can't be enforced.
+      ValueError: it is no JSON schema, or one that has what can't be enforced; the message names the keyword.
 
     Examples:
       >>> from longctx.serving.request.grammar import from_json_schema
@@ -57,8 +59,9 @@ def from_json_schema(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     try:
-        made = _llguidance().LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
-    except (TypeError, ValueError, RecursionError) as error:
+        overrides = {"whitespace_pattern": WHITESPACE} | ({} if strict else {"lenient": True})
+        made = _llguidance().LLMatcher.grammar_from_json_schema(enforceable(schema, strict), overrides=overrides)
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"a JSON schema must be JSON: {error}") from None
     return str(made)
 
@@ -88,11 +91,11 @@ def from_lark(grammar: str) -> str:
 def from_gbnf(grammar: str) -> str:
     """Make a grammar of llama.cpp's language, GBNF, or of Lark's; ValueError: it is neither."""
     _llguidance()
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return from_lark(any_to_lark(_text("a grammar", grammar)))
-    except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
+    except Exception as error:  # the converter raises plain ones, such as for a rule that is not there
         raise ValueError(f"a grammar must be GBNF or Lark: {error}") from None
 
 
@@ -158,8 +161,11 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR_BYTES or len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise ValueError(f"grammar must have at most {MAX_GRAMMAR_BYTES:,} bytes, got {len(grammar):,} characters")
         made = _llguidance().LLMatcher(self._for_tokenizer(), grammar, log_level=0)
-        if made.is_error():
-            raise ValueError(f"grammar is wrong or too complex: {_first_line(made.get_error())}")
+        tried = made.deep_copy()
+        if not made.is_error():  # some, such as those that only name themselves, fail at the first mask
+            tried.compute_bitmask()
+        if tried.is_error():
+            raise ValueError(f"grammar is wrong or too complex: {_first_line(tried.get_error())}")
         with self._lock:
             self._kept[grammar] = made
             while len(self._kept) > _KEPT:

@@ -30,8 +30,11 @@ class Request:
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
       priority: higher is more urgent; -1 comes after all who don't say. It comes before any policy.
+      retain: pairs of tokens and seconds: for so long are the pages of the prompt's first tokens kept in host memory
+        and on disk, where an engine has these tiers. A server lets a tenant keep as much as its quota.
       lease: keep its pages for another engine, which goes on with it: under this id, followed by the index of the
         completion if there are several. `Handoff.of` its outputs has what else that engine needs.
+      stream_id: of the stream of a server's client, which another connection may resume; None: none may.
 
     Raises:
       TypeError, ValueError: a field is of the wrong type or out of range; the message names it.
@@ -63,12 +66,14 @@ class Request:
     ttft_deadline: float | None = None
     tpot_target: float | None = None
     priority: int = 0
+    retain: tuple[tuple[int, float], ...] = ()
     lease: str | None = None
+    stream_id: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {type(self.sampling).__name__}")
-        for name in ("request_id", "session_id", "tenant", "cache_salt", "lease"):
+        for name in ("request_id", "session_id", "tenant", "cache_salt", "lease", "stream_id"):
             value = getattr(self, name)
             if value is not None or name in ("tenant", "cache_salt"):
                 check_text(name, value)
@@ -77,6 +82,15 @@ class Request:
             if value is not None:
                 object.__setattr__(self, name, check_real(name, value, *_SECONDS))
         object.__setattr__(self, "priority", check_integer("priority", self.priority, -1, MAX_INT32))
+        if not isinstance(self.retain, tuple | list):
+            raise TypeError(f"retain must be pairs of tokens and seconds, got {shown(self.retain)}")
+        object.__setattr__(self, "retain", tuple(map(_kept, self.retain)))
+
+
+def _kept(pair: tuple[int, float]) -> tuple[int, float]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"retain must have pairs of tokens and seconds, got {shown(pair)}")
+    return check_integer("retain's tokens", pair[0], 1, MAX_INT32), check_real("retain's seconds", pair[1], *_SECONDS)
 
 
 class PreparedRequest(NamedTuple):

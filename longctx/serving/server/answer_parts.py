@@ -62,7 +62,7 @@ class AnswerReader:
       form: what the answer may have.
 
     Attributes:
-      num_calls: that have come.
+      num_calls: that have come. is_cut: one has no end, as a stop string came before it.
 
     Examples:
       >>> from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader
@@ -81,7 +81,12 @@ class AnswerReader:
         self._held = ""
         self._call: _CallReader | None = None
         self._skips_space = False
-        self.num_calls = 0
+        self.num_calls, self.is_cut = 0, False
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether there are calls, and all are whole."""
+        return self.num_calls > 0 and not self.is_cut
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that a piece of text makes certain."""
@@ -195,6 +200,7 @@ class AnswerReader:
         if piece:
             parts.append(Part("tool_call", piece, self.num_calls - 1))
         if is_end:
+            self.is_cut |= not self._call.is_over
             self._call = None
         return True
 
@@ -252,12 +258,12 @@ class _CallReader:
 
     def __init__(self, start: int) -> None:
         self._at, self._depth = start, 0
-        self.is_in_text = self._is_escaped = self._is_over = False
+        self.is_in_text = self._is_escaped = self.is_over = False
 
     def read(self, body: str) -> str:
         """Return what of the object is new in a text that has grown."""
         start = self._at
-        while self._at < len(body) and not self._is_over:
+        while self._at < len(body) and not self.is_over:
             letter = body[self._at]
             self._at += 1
             if self.is_in_text:
@@ -269,7 +275,7 @@ class _CallReader:
                 self._depth += 1
             elif letter in "}]":
                 self._depth -= 1
-                self._is_over = self._depth == 0
+                self.is_over = self._depth == 0
         return body[start : self._at]
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def make_app(server: Server) -> FastAPI:
     """Return the app of an engine's server."""
-    make_routers = (caches_router, administration_router, internal_router, page_router)
+    make_routers = (administration_router, internal_router, page_router)
     return app_of(server, [make_router(server) for make_router in make_routers])
 
 
@@ -38,7 +38,7 @@ def probes_only(app: ASGIApp, server: Frontend, refusal: ApiError) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             server.count_refusal(refusal)
-            await refusal.response(scope, receive, send)
+            await error_response(scope["path"], refusal)(scope, receive, send)
         else:
             await app(scope, receive, send)
 
@@ -62,7 +62,13 @@ def app_of(server: Frontend, routers: Sequence[APIRouter]) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (openai_router(server), responses_router(server), monitoring_router(server), *routers):
+    for router in (
+        openai_router(server),
+        caches_router(server),
+        responses_router(server),
+        monitoring_router(server),
+        *routers,
+    ):
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)

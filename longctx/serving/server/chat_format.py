@@ -26,6 +26,7 @@ from longctx.serving.server.tool_calls import (
 # What requests are refused by name for, or a template gets from its tokenizer.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "special_tokens", "tools", "functions", "chat_template"})
 _RESERVED_END = "_token"  # of the names of special tokens
+_PATHS = ("_file", "name_or_path", "auto_map")  # ends of names in a tokenizer's configuration that have paths
 
 
 class ChatPrompt(NamedTuple):
@@ -87,6 +88,24 @@ class ChatFormat:
             return None
         return next((id for id, name in self.tokenizer.control_names.items() if name == text), None)
 
+    def tokenizer_info(self, max_length: int) -> dict[str, Any]:
+        """Return the tokenizer's configuration in vLLM's form, without paths.
+
+        Args:
+          max_length: of a sequence of the server.
+        """
+        tokenizer = self.tokenizer
+        special = getattr(tokenizer, "special_tokens", {})
+        config = tokenizer.config if isinstance(tokenizer, HFTokenizer) else {}
+        shown = {name: _contents(value) for name, value in config.items() if not name.endswith(_PATHS)}
+        shown.pop("chat_template", None)
+        shown |= {"bos_token": None, "eos_token": None, **special} | (
+            {"chat_template": self._text} if self._text else {}
+        )
+        shown |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
+        shown |= {"vocab_size": tokenizer.vocab_size, "model_max_length": max_length}
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | shown
+
     def answer_format(self, fields: ChatFields, is_thinking: bool) -> AnswerFormat | None:
         """Return what the answer to a chat may have besides text; None: nothing."""
         thinks = is_thinking or self.knows(THINK) or self.knows(END_OF_THOUGHT)
@@ -116,7 +135,7 @@ class ChatFormat:
         if not self.has_template:
             text = _render_plainly(given, asks)
             check(text)
-            return ChatPrompt(np.array(self.encoder.encode(text), np.int32), False)
+            return ChatPrompt(self.encoder.encode(text), False)
         is_thinking = False
 
         def render(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -137,8 +156,15 @@ class ChatFormat:
             return text
 
         messages = [_to_template(message) for message in given]
-        tokens = np.array(self.encoder.encode_chat(render, messages, variables), np.int32)
+        tokens = self.encoder.encode_chat(render, messages, variables)
         return ChatPrompt(tokens, is_thinking)
+
+
+def _contents(value: Any) -> Any:
+    """Return a value of a tokenizer's configuration with tokens as texts."""
+    if isinstance(value, dict):
+        return value["content"] if "content" in value else {name: _contents(each) for name, each in value.items()}
+    return [_contents(each) for each in value] if isinstance(value, list) else value
 
 
 def _to_template(message: Message) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Bodies of chats: messages, tools, and what the chat template renders."""
 
 import json
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.schemas import Body, GenerationBody, TokenIds
+from longctx.serving.server.schemas import Body, CacheControl, GenerationBody, OpenBody, TokenIds, must_be
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -15,15 +14,9 @@ MAX_TOOLS = 512
 
 
 class TextPart(Body):
-    type: str
+    type: Annotated[str, must_be(("text",), "parts of a message must be of type text, got {}")]
     text: str = ""
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value != "text":
-            raise ValueError(f"parts of a message must be of type text, got {value[:40]!r}")
-        return value
+    cache_control: CacheControl | None = None
 
 
 class CalledFunction(Body):
@@ -46,6 +39,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
+    cache_control: CacheControl | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -58,6 +52,12 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls must be of the role assistant, got {self.role}")
         return self
+
+    @property
+    def retention(self) -> float:
+        """Seconds for which pages up to its end are kept; 0: as long as there is room."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return max((each.cache_control.seconds for each in (self, *parts) if each.cache_control), default=0.0)
 
     @property
     def text(self) -> str:
@@ -85,15 +85,9 @@ class Function(Body):
 
 
 class Tool(Body):
-    type: str
+    type: Annotated[str, must_be(("function",), "tools must be of type function, got {}")]
     function: Function
-
-    @field_validator("type")
-    @classmethod
-    def _is_function(cls, value: str) -> str:
-        if value != "function":
-            raise ValueError(f"tools must be of type function, got {value[:40]!r}")
-        return value
+    cache_control: CacheControl | None = None
 
 
 class _ToolName(Body):
@@ -105,10 +99,9 @@ class NamedTool(Body):
     function: _ToolName
 
 
-class ChatFields(Body):
-    """Fields that the chat template renders; `chat_template_kwargs` are variables of it."""
+class _ChatOptions(OpenBody):
+    """Fields that the chat template renders beside messages; `chat_template_kwargs` are variables of it."""
 
-    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -125,11 +118,8 @@ class ChatFields(Body):
             raise ApiError(400, "tool_choice required needs tools", "tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ApiError(400, f"tool_choice must be one of tools, got {choice.function.name!r}", "tool_choice")
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise ValueError("add_generation_prompt contradicts continue_final_message")
-            if not self.messages[-1].text:
-                raise ValueError("continue_final_message needs a text in the last message")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt contradicts continue_final_message")
         return self
 
     @property
@@ -144,6 +134,25 @@ class ChatFields(Body):
             return [each for each in self.offered if each.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []
 
+
+class ChatFields(_ChatOptions):
+    """Fields that the chat template renders."""
+
+    messages: Messages
+
+    @model_validator(mode="after")
+    def _can_go_on(self) -> Self:
+        if self.continue_final_message and not self.messages[-1].text:
+            raise ValueError("continue_final_message needs a text in the last message")
+        return self
+
+    @property
+    def marks(self) -> dict[int, float]:
+        """Seconds for which pages are kept, by the number of the message at whose end they end; -1: of the tools."""
+        tools = [tool.cache_control.seconds for tool in self.tools or () if tool.cache_control is not None]
+        marks = {-1: max(tools)} if tools else {}
+        return marks | {number: each.retention for number, each in enumerate(self.messages) if each.retention}
+
     @property
     def size(self) -> int:
         """Characters of all texts, about."""
@@ -152,11 +161,8 @@ class ChatFields(Body):
 
 
 class ChatBody(GenerationBody, ChatFields):
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
+    """Fields of `/v1/chat/completions`."""
 
-    model_config = ConfigDict(extra="allow")
-
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
@@ -174,19 +180,12 @@ class ChatBody(GenerationBody, ChatFields):
     def _agree(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs must come with logprobs: true")
-        newer, older = self.max_completion_tokens, self.max_tokens
-        if newer is not None and older is not None and newer != older:
-            raise ValueError(f"max_completion_tokens and max_tokens contradict each other: {newer} and {older}")
         if self.forced and self._asked():
             raise ValueError(f"{self._asked()[0][0]} contradicts tool_choice: the answer is a call of a tool")
         return self
 
-    @property
-    def _of_others(self) -> Collection[str]:
-        return ("prompt",)
 
-
-class _PromptOrMessages(Body):
+class _PromptOrMessages(_ChatOptions):
     model: str | None = None
     prompt: Any = None
     messages: Messages | None = None
@@ -199,12 +198,15 @@ class _PromptOrMessages(Body):
             raise ValueError("prompt or messages must be there, and not both")
         return self
 
+    def to_chat(self) -> dict[str, Any]:
+        """Return the fields of the chat whose messages these are."""
+        return {name: getattr(self, name) for name in ChatFields.model_fields}
+
 
 class TokenizeBody(_PromptOrMessages):
     """Either `prompt`, or `messages` of a chat."""
 
     prompt: str | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -214,5 +216,6 @@ class CacheBody(_PromptOrMessages):
     `ttl`: seconds for which its pages are kept.
     """
 
+    add_generation_prompt: bool | None = False
     prompt: Annotated[str | TokenIds, Field(union_mode="left_to_right")] | None = None
     ttl: float = Field(3600.0, gt=0, le=1e9)

@@ -1,14 +1,17 @@
 """Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and their statuses."""
 
+import contextlib
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
+
+from longctx.serving.engine.admission_control import Refused
 
 _ARGUMENT = re.compile(
     r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:'s token| of token \d+)? (?:must|contradicts?|has|needs?)\b"
@@ -60,10 +63,6 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def response(self) -> Response:
-        return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
 
 
 _ANTHROPIC = {
@@ -117,3 +116,22 @@ def not_servable(error: Exception) -> ApiError:
     param = None if name is None else _PARAMS.get(name, name)
     code = "context_length_exceeded" if "longest sequence" in text else None
     return ApiError(400, text, param, code)
+
+
+@contextlib.contextmanager
+def refusals_answered() -> Iterator[None]:
+    """Raise ApiError for the errors of `EngineThread.submit`."""
+    try:
+        yield
+    except Refused as error:
+        dropped: dict[str, str] = {DROPPED: error.reason}
+        if error.reason == "draining":
+            dropped["connection"] = "close"
+            answer = ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
+        else:
+            answer = ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
+        raise answer from error
+    except (TypeError, ValueError) as error:
+        raise not_servable(error) from error
+    except RuntimeError as error:
+        raise ApiError(500, str(error), code="engine_error") from error

@@ -4,9 +4,9 @@ A frontend parses calls, holds the active ones, and ends them. A `Backend` compu
 """
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 from starlette.responses import StreamingResponse
@@ -15,23 +15,23 @@ from starlette.types import Receive, Scope, Send
 from longctx import __version__
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.engine.active_request import Sink
-from longctx.serving.engine.admission_control import Refused, check_logprobs
+from longctx.serving.engine.admission_control import check_logprobs
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.access import HttpRequests, Usage
 from longctx.serving.server.auth import KeyRing
-from longctx.serving.server.errors import DROPPED, ApiError, not_servable
+from longctx.serving.server.caches import Caches
+from longctx.serving.server.calls import Kind, Origin, ParsedCall
+from longctx.serving.server.errors import DROPPED, ApiError, refusals_answered
 from longctx.serving.server.logs import AuditLog
 from longctx.serving.server.preparer import Bodies, Preparer
-from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser
+from longctx.serving.server.request_parser import RequestParser, cache_named
 from longctx.serving.server.responses_body import response_id, stored_names
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import RenderedMetrics
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Delivery, EventDispatcher, Stream
 from longctx.serving.server.transfers import Received, Transfers
-
-_ID_PREFIXES = ("", "cmpl-", "chatcmpl-", "resp_", "msg_")
 
 
 @runtime_checkable
@@ -63,6 +63,7 @@ class Frontend(ABC):
       calls: the active ones, by id.
       responses: of `/v1/responses`, that are kept.
       failures: answers to requests that failed after they had begun, by id, where they are not an engine's errors.
+      caches: documents that are kept. A subclass sets them.
       transfers: move requests between this engine and others; None: requests stay.
     """
 
@@ -70,6 +71,7 @@ class Frontend(ABC):
     max_waiting: int
     max_logprob_bytes: int
     metrics: RenderedMetrics
+    caches: Caches
     transfers: Transfers | None = None
 
     def __init__(self, parser: RequestParser, settings: ServerSettings) -> None:
@@ -84,7 +86,6 @@ class Frontend(ABC):
         self.calls: dict[str, ActiveCall] = {}
         self.responses = ResponseStore()
         self.failures: dict[str, ApiError] = {}
-        self.responses = ResponseStore()
         self._num_starting = 0
         self.is_draining = False
         self.version = __version__
@@ -125,7 +126,10 @@ class Frontend(ABC):
             self.metrics.observe_refusal(error.headers[DROPPED])
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
-        """Parse a body that is answered by generated tokens, after the conversation that it continues."""
+        """Parse a body that is answered by generated tokens, after the conversation or the document that it names."""
+        cache_id = cache_named(body)
+        if cache_id is not None:
+            origin = origin._replace(prefix=self.caches.prefix(origin.tenant, cache_id))
         if kind == "responses":
             origin = origin._replace(history=self.responses.history(origin.tenant, *stored_names(body)))
         call: ParsedCall = await self.preparer.read(kind, body, origin)
@@ -142,11 +146,13 @@ class Frontend(ABC):
     ) -> "ActiveCall":
         """Submit a call's requests to the backend; `end_call` has to follow."""
         self._num_starting += 1
+        call = call._replace(requests=list(map(self.caches.admit, call.requests)))
         try:
-            if self._takes_long(call):
-                active = await asyncio.to_thread(ActiveCall, self, call, shown_id, arrival, received)
-            else:
-                active = ActiveCall(self, call, shown_id, arrival, received)
+            async with self._starting(call, headers or {}):
+                if self._takes_long(call):
+                    active = await asyncio.to_thread(ActiveCall, self, call, shown_id, arrival, received)
+                else:
+                    active = ActiveCall(self, call, shown_id, arrival, received)
         except BaseException as error:
             if received is not None:
                 received.release()
@@ -217,6 +223,10 @@ class Frontend(ABC):
         """Dispatcher of events to the event loop, once the server has been started."""
         assert self._dispatcher is not None, "the server has not been started"
         return self._dispatcher
+
+    def _starting(self, call: ParsedCall, headers: Mapping[str, str]) -> AbstractAsyncContextManager[None]:
+        """Return the context in which a call's requests are submitted, by the headers that it came with."""
+        return nullcontext()
 
     def _takes_long(self, call: ParsedCall) -> bool:
         """Return whether the backend may take long to admit a call."""
@@ -331,40 +341,20 @@ class ActiveCall:
 
 
 class CallStream(StreamingResponse):
-    """Streaming response with the pieces of a call's answer; the call ends with it, however it ends."""
+    """Streaming response with the pieces of a call's answer; `end` is called at its end, however it ends."""
 
     def __init__(
         self,
-        server: Frontend,
-        call_id: str,
+        end: Callable[[], object],
         pieces: AsyncIterator[bytes],
         media_type: str,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(pieces, headers=headers, media_type=media_type)
-        self._server, self._call_id = server, call_id
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._server.end_call(self._call_id)
-
-
-@contextlib.contextmanager
-def refusals_answered() -> Iterator[None]:
-    """Raise ApiError for the errors of `EngineThread.submit`."""
-    try:
-        yield
-    except Refused as error:
-        dropped: dict[str, str] = {DROPPED: error.reason}
-        if error.reason == "draining":
-            dropped["connection"] = "close"
-            answer = ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
-        else:
-            answer = ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
-        raise answer from error
-    except (TypeError, ValueError) as error:
-        raise not_servable(error) from error
-    except RuntimeError as error:
-        raise ApiError(500, str(error), code="engine_error") from error
+            self._end()

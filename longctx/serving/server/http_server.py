@@ -26,12 +26,12 @@ from longctx.serving.server.connections import Connection, Connections, most_con
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.server import Server
+from longctx.serving.server.settings import SAME_SIGNAL
 from longctx.serving.server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SAME_SIGNAL = 0.5  # seconds; some programs send a signal twice
 _LAST_ANSWERS = 2  # seconds for what clients have not taken yet, at the very end
 _POLL = 0.05
 _SEND_BUFFER = 128 * 2**10  # bytes of a connection in the system: a client that takes nothing is noticed soon
@@ -235,7 +235,7 @@ class HttpServer(uvicorn.Server):
         if self._signalled is None:
             self._signalled = now
             self.loop.call_soon_threadsafe(self.begin_shutdown)
-        elif now - self._signalled > _SAME_SIGNAL:
+        elif now - self._signalled > SAME_SIGNAL:
             os.write(2, b"longctx: ended by a second signal\n")
             os._exit(128 + sig)
 

@@ -78,6 +78,11 @@ def block_hash(key: Key) -> int:
     return int.from_bytes(key[:8], "big")
 
 
+def block_hashes(keys: Sequence[Key]) -> np.ndarray:
+    """Return those of all keys, uint64 `[keys]`."""
+    return np.frombuffer(b"".join(key[:8] for key in keys), ">u8").astype(np.uint64)
+
+
 class _Change(NamedTuple):
     """Consecutive pages that can be found in a medium from now on, or, without `is_stored`, no more.
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
-from longctx.serving.server.chat_schemas import MAX_TOOLS, CalledFunction, ChatBody, Message, ToolCall, ToolName
+from longctx.serving.server.chat_schemas import MAX_TOOLS, CalledFunction, Message, Role, ToolCall, ToolName
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.schemas import Body, StopText
+from longctx.serving.server.known_fields import Refused
+from longctx.serving.server.schemas import Body, CacheControl, OpenBody, StopText
 
 
 class Block(Body):
@@ -23,7 +24,7 @@ class Block(Body):
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Block":
@@ -53,7 +54,7 @@ class OfferedTool(Body):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     type: str | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _is_custom(self) -> "OfferedTool":
@@ -85,10 +86,23 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
-class CountBody(Body):
+_REFUSED = {
+    "mcp_servers": Refused("no tool runs on this server"),
+    "container": Refused("no code runs on this server"),
+    "context_management": Refused("send the messages that shall count"),
+    "speed": Refused("there is one speed", ("standard",)),
+    "inference_geo": Refused("the server is where it is", ("global",)),
+}
+_HARMLESS = frozenset({
+    "metadata", "service_tier", "betas", "diagnostics", "user_profile_id", "workspace_id",
+    "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k",
+})  # fmt: skip
+
+
+class CountBody(OpenBody):
     """Fields that count for the tokens of a prompt."""
 
-    model_config = ConfigDict(extra="allow")
+    refused_fields, harmless_fields = _REFUSED, _HARMLESS
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -96,33 +110,20 @@ class CountBody(Body):
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     output_format: Form | None = None
 
-    _unknown: tuple[str, ...] = PrivateAttr(())
-
     @model_validator(mode="after")
-    def _names(self) -> "CountBody":
-        extra = self.__pydantic_extra__ or {}
-        for name, why in _REFUSED.items():
-            if extra.get(name):
-                raise ApiError(400, f"{name} is not there: {why}", name)
-        self._unknown = tuple(sorted(set(extra) - set(_REFUSED) - _HARMLESS))
-        self.__pydantic_extra__ = {}
+    def _has_name(self) -> "CountBody":
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise ApiError(400, "tool_choice must have a name with the type tool, and none otherwise", "tool_choice")
         return self
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names of fields that are not known."""
-        return self._unknown
-
-    def chat(self, **more: Any) -> ChatBody:
-        """Return the chat that this is, with `more` fields."""
-        messages = [] if self.system is None else [Message(role="system", content=_text(self.system))]
+    def to_chat(self) -> dict[str, Any]:
+        """Return the fields of the chat that this is."""
+        messages = [] if self.system is None else [_message("system", self.system)]
         for turn in self.messages:
             messages += _messages(turn)
         choice, form = self.tool_choice, None
@@ -135,15 +136,20 @@ class CountBody(Body):
             chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [message.model_dump(exclude_none=True) for message in messages],
+            "messages": messages,
             "tool_choice": chosen,
             "response_format": form,
             "reasoning_effort": config.effort,
+            "cache_control": self.cache_control,
         }
+        last = messages[-1] if messages else None
+        if last is not None and last.role == "assistant" and last.text and not last.tool_calls:
+            fields["continue_final_message"] = True  # as Anthropic has it: the answer goes on with it
         if self.tools:
             fields["tools"] = [
                 {
                     "type": "function",
+                    "cache_control": tool.cache_control,
                     "function": {"name": tool.name, "description": tool.description, "strict": tool.strict}
                     | ({} if tool.input_schema is None else {"parameters": tool.input_schema}),
                 }
@@ -153,37 +159,29 @@ class CountBody(Body):
             fields["parallel_tool_calls"] = False
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
-        return ChatBody.model_validate(fields | more)
+        return fields
+
+
+_Stop = Annotated[StopText, Field(min_length=1)]
 
 
 class MessagesBody(CountBody):
-    """Anthropic's `/v1/messages`. `cache_control` is a hint: pages of prompts are kept as long as there is room."""
+    """Anthropic's `/v1/messages`. A `cache_control` of a block counts for its whole message."""
 
     max_tokens: int
-    stop_sequences: Annotated[list[StopText], Field(max_length=32, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[_Stop], Field(max_length=32, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
 
-    def whole_chat(self) -> ChatBody:
-        """Return the chat with all that it asks for."""
+    def to_chat(self) -> dict[str, Any]:
         more: dict[str, Any] = {"max_tokens": self.max_tokens, "stream": self.stream, "stop": self.stop_sequences}
         more |= {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        # The stop string is in the text, so that the answer can say which one it was.
-        return self.chat(**more, include_stop_str_in_output=True if self.stop_sequences else None)
-
-
-_REFUSED = {
-    "mcp_servers": "no tool runs on this server",
-    "container": "no code runs on this server",
-    "context_management": "send the messages that shall count",
-}
-_HARMLESS = frozenset({
-    "metadata", "service_tier", "betas", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id",
-    "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k",
-})  # fmt: skip
+        if self.stop_sequences:  # the answer says which one ended it
+            more["include_stop_str_in_output"] = True
+        return super().to_chat() | more
 
 
 def _text(content: str | list[Block] | None) -> str:
@@ -196,10 +194,20 @@ def _text(content: str | list[Block] | None) -> str:
     return "\n".join(block.text or "" for block in content)
 
 
+def _message(role: Role, content: str | list[Block]) -> Message:
+    return Message(role=role, content=_text(content), cache_control=_mark(content))
+
+
+def _mark(content: str | list[Block] | None) -> CacheControl | None:
+    """Return the mark of blocks that keeps pages for longest, which is that of their message."""
+    marks = [] if content is None or isinstance(content, str) else [each.cache_control for each in content]
+    return max((each for each in marks if each is not None), key=lambda each: each.seconds, default=None)
+
+
 def _messages(turn: Turn) -> Iterator[Message]:
     """Yield the messages of a turn: results of tools come before what the user says."""
     if isinstance(turn.content, str):
-        yield Message(role=turn.role, content=turn.content)
+        yield _message(turn.role, turn.content)
         return
     texts: list[Block] = []
     calls: list[ToolCall] = []
@@ -210,7 +218,10 @@ def _messages(turn: Turn) -> Iterator[Message]:
                 raise ApiError(400, "a block of type tool_result must be of the role user", "messages")
             text = _text(block.content)
             yield Message(
-                role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text
+                role="tool",
+                tool_call_id=block.tool_use_id,
+                content=f"Error: {text}" if block.is_error else text,
+                cache_control=block.cache_control,
             )
         elif block.type == "tool_use":
             arguments = json.dumps(block.input or {}, ensure_ascii=False)
@@ -227,6 +238,7 @@ def _messages(turn: Turn) -> Iterator[Message]:
         yield Message(
             role=turn.role,
             content=_text(texts),
+            cache_control=_mark([block for block in turn.content if block.type != "tool_result"]),
             tool_calls=calls or None,
             reasoning_content="\n".join(thoughts) or None,
         )

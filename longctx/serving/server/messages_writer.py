@@ -4,14 +4,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi.sse import format_sse_event
-
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, Output
 from longctx.serving.server.answer_parts import Kind, Part, joined_parts
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.errors import ApiError, anthropic_error
-from longctx.serving.server.request_parser import ParsedCall
-from longctx.serving.server.response_writer import ResponseWriter, encode
+from longctx.serving.server.response_writer import ResponseWriter
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn"}
 
@@ -59,9 +57,6 @@ class MessagesWriter(ResponseWriter):
     def end(self) -> Iterator[Any]:
         return iter(())
 
-    def event(self, piece: dict[str, Any]) -> bytes:
-        return format_sse_event(data_str=encode(piece).decode(), event=piece["type"])
-
     def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
         yield anthropic_error(error)
 
@@ -95,7 +90,7 @@ class MessagesWriter(ResponseWriter):
         reason = _REASONS.get(output.finish_reason, "end_turn")
         if stopped is not None:
             reason = "stop_sequence"
-        elif self._reader.num_calls and output.finish_reason == "stop":
+        elif self._reader.calls_tools and output.finish_reason == "stop":
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stopped}
 
@@ -109,10 +104,12 @@ class MessagesWriter(ResponseWriter):
 
     def _usage(self, output: Output) -> dict[str, Any]:
         cached = min(output.metrics.cached_tokens, self._num_prompt)
+        marked = max((tokens for tokens, _ in self._call.requests[0].request.retain), default=0)
+        created = max(0, marked - cached)
         return {
-            "input_tokens": self._num_prompt - cached,
+            "input_tokens": self._num_prompt - cached - created,
             "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": created,
             "output_tokens": output.metrics.output_tokens,
         }
 

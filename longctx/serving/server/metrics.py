@@ -17,7 +17,7 @@ from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.request.output import FinishReason, Metrics, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
-from longctx.serving.server.caches import Caches
+from longctx.serving.server.caches import EngineCaches
 from longctx.serving.server.responses_store import ResponseStore
 from longctx.serving.server.series import (
     Histogram,
@@ -86,7 +86,7 @@ class ServerMetrics(RenderedMetrics):
         self._ends = dict.fromkeys(_REASONS.values(), 0)
         self._kept = {kind: {"true": 0, "false": 0} for kind in ("ttft", "tpot")}
         self.refusals = dict.fromkeys(_REFUSALS, 0)
-        self.caches: Caches | None = None
+        self.caches: EngineCaches | None = None
         self.responses: ResponseStore | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
         self._register()
@@ -239,6 +239,8 @@ class ServerMetrics(RenderedMetrics):
         if self.caches is not None:
             yield gauge(_PREFIX + "kv_caches", "Documents of /v1/caches.", labels, self.caches.num_caches)
             yield gauge(_PREFIX + "kv_cache_tokens", "Tokens of these documents.", labels, self.caches.num_tokens)
+            name, text = _PREFIX + "kv_retained_tokens", "Tokens of prompts that requests asked to keep."
+            yield gauge(name, text, labels, self.caches.num_kept_tokens)
 
     def _of_transfers(self, transfers: Mapping[str, TransferCounts]) -> Iterator[Metric]:
         for direction, counts in transfers.items():

@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from longctx.serving.server.auth import client_of
+from longctx.serving.server.calls import Kind, Origin
 from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.request_parser import Kind, Origin, RequestParser, parse_body, parse_fields
+from longctx.serving.server.request_parser import RequestParser, parse_body, parse_fields
 from longctx.serving.server.settings import ServerSettings
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -5,7 +5,7 @@ they are compared and left out.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -55,24 +55,33 @@ def encode_events(events: Sequence[Event]) -> bytes:
     return msgspec.json.encode(list(map(EventLine.of, events))) + b"\n"
 
 
+def encode_ends(count: int, reason: FinishReason) -> bytes:
+    """Return a line with the ends of `count` completions."""
+    end = End(reason, None, None)
+    return msgspec.json.encode([EventLine(index, (), "", (), end) for index in range(count)]) + b"\n"
+
+
 def decode_events(line: str | bytes) -> list[EventLine]:
     """Return the events of a line; raise ValueError if it has none."""
     return _decoder.decode(line)
 
 
-async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
-    begun = bytearray()
-    async for part in parts:
+class LineSplitter:
+    """Splitter of what comes in parts into lines. Only a line feed ends one: texts have other ends of lines within."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()
+
+    def push(self, part: bytes) -> list[bytes]:
+        """Return the lines that a part ends and that are not empty. RelayBroken: one is too long."""
         *ended, rest = part.split(b"\n")
-        for piece in ended:
-            begun += piece
-            if begun:
-                yield bytes(begun)
-            begun.clear()
-        begun += rest
-        if len(begun) > _MOST_LINE:
+        if ended and self._begun:
+            ended[0] = bytes(self._begun) + ended[0]
+            self._begun.clear()
+        self._begun += rest
+        if len(self._begun) > _MOST_LINE:
             raise RelayBroken("a line of its events is too long")
+        return [line for line in ended if line]
 
 
 class RelayBroken(RuntimeError):
@@ -103,6 +112,7 @@ class RelayedOutputs:
             )
             for index in range(sampling.n)
         }
+        self._texts: dict[int, list[str]] = {index: [] for index in self._outputs}
         self.open = set(self._outputs)
         self.cached_tokens: int | None = None
         self._repeated: dict[int, int] = {}
@@ -170,7 +180,7 @@ class RelayedOutputs:
             )
         if tokens:
             output.metrics.note_token(now)
-        self._outputs[index] = dataclasses.replace(output, text=output.text + entry.text)
+        self._texts[index].append(entry.text)
         return Event(output.request_id, index, tokens, entry.text, entry.logprobs)
 
     def end(
@@ -191,7 +201,12 @@ class RelayedOutputs:
         if self.cached_tokens is not None:
             metrics.cached_tokens = self.cached_tokens
         output = dataclasses.replace(
-            output, text=output.text + text, finish_reason=reason, error=error, metrics=metrics, lease=None
+            output,
+            text="".join(self._texts[index]) + text,
+            finish_reason=reason,
+            error=error,
+            metrics=metrics,
+            lease=None,
         )
         self._outputs[index] = output
         self.open.discard(index)

@@ -2,122 +2,38 @@
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from longctx.models.plain_text import encode_array
+from longctx.models.text_pieces import of_owner
 from longctx.models.tokenizer import TokenBytes, Tokenizer, utf8_bytes
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.input_processor import InputProcessor
-from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader
+from longctx.serving.server.calls import Document, Kind, Origin, ParsedCall, Prefix
 from longctx.serving.server.chat_format import ChatFormat, ChatPrompt
-from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields, Message, TokenizeBody
+from longctx.serving.server.chat_schemas import CacheBody, ChatBody, ChatFields, TokenizeBody
 from longctx.serving.server.embeddings import EmbeddingBody
 from longctx.serving.server.errors import ApiError, no_such_model, not_servable, not_valid
 from longctx.serving.server.messages_schemas import CountBody, MessagesBody
 from longctx.serving.server.responses_body import History, ResponsesBody, in_names_of_responses, response_id
-from longctx.serving.server.schemas import Body, CompletionBody, DetokenizeBody, GenerationBody
+from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, GenerationBody
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.structured import NamedGrammar
-from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, strict_grammar
-
-Kind = Literal[
-    "completions", "chat", "messages", "count_tokens", "responses", "embeddings", "tokenize", "detokenize", "cache"
-]
-"""The methods of `RequestParser`."""
-
-Api = Literal["openai", "anthropic", "responses"]
+from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, offered_grammar
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _NO_TARGET = 1e9  # seconds
+_MOST_MARKS = 4  # each but the last takes the tokens of a prompt again
 _TYPICAL = 8  # characters of a token that few texts have in the mean
-
-
-class Prefix(NamedTuple):
-    """Beginning of the prompts of requests that name a cache: tokens `[T]`, or messages of a chat.
-
-    Attributes:
-      num_bytes: of text and tokens, about: parsing a request with it takes as long as with this many bytes.
-    """
-
-    cache_id: str
-    tokens: np.ndarray | None
-    messages: list[Message] | None
-    num_bytes: int
-
-
-class Document(NamedTuple):
-    """A checked document of a cache: its tokens `[T]` or messages, the request that reads it, and its life in seconds.
-
-    It is plain data, which may travel to other processes.
-    """
-
-    tokens: np.ndarray | None
-    messages: list[Message] | None
-    prepared: PreparedRequest
-    ttl: float
-
-    def prefix(self, cache_id: str) -> Prefix:
-        """Return the prefix of prompts that a cache of this document makes."""
-        text = 0 if self.messages is None else sum(len(message.text) for message in self.messages)
-        return Prefix(cache_id, self.tokens, self.messages, text + 4 * len(self.prepared.tokens))
-
-
-class Origin(NamedTuple):
-    """Source of a call: its tenant, the id of its requests, and targets that its headers bring, in seconds.
-
-    `prefix`: of the cache that its body names. `history`: stored items that it names.
-    """
-
-    tenant: str = ""
-    request_id: str | None = None
-    ttft: float | None = None
-    tpot: float | None = None
-    prefix: Prefix | None = None
-    history: History | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes, about, that are parsed beside the body."""
-        prefix = 0 if self.prefix is None else self.prefix.num_bytes
-        return prefix + (0 if self.history is None else self.history.num_bytes)
-
-
-class ParsedCall(NamedTuple):
-    """A client's call, ready for the engine.
-
-    Attributes:
-      body: without its prompts.
-      requests: one for each prompt.
-      texts: of the prompts, where the answer repeats them.
-      copies: how many choices each completion makes: more than one where all would be the same.
-      answer: what the answers of a chat may have besides text; None: nothing.
-      ignored: names of fields that are not known.
-      source: the body of another API that the chat was made of.
-    """
-
-    body: GenerationBody
-    requests: list[PreparedRequest]
-    texts: list[str]
-    copies: int
-    answer: AnswerFormat | None = None
-    ignored: tuple[str, ...] = ()
-    source: Body | None = None
-
-    def new_reader(self) -> AnswerReader:
-        """Return a reader of the text of one completion."""
-        return AnswerReader(self.answer or AnswerFormat())
-
-    @property
-    def num_choices(self) -> int:
-        """Choices of each prompt."""
-        return self.copies * self.requests[0].request.sampling.n
 
 
 class RequestParser:
@@ -172,7 +88,8 @@ class RequestParser:
         texts = []
         if fields.echo:
             texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
-        return self._prepare(fields, {"prompt": ""}, tokens, samplings, origin, texts, named)
+        kept = [((len(ids), fields.retention),) if fields.retention else () for ids in tokens]
+        return self._prepare(fields, {"prompt": ""}, tokens, samplings, origin, texts, named, kept)
 
     def chat(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/chat/completions`."""
@@ -181,14 +98,15 @@ class RequestParser:
     def messages(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of Anthropic's `/v1/messages`, which is answered as a chat."""
         source = parse_fields(MessagesBody, body)
-        call = self._chat(source.whole_chat(), origin)
+        call = self._chat(parse_fields(ChatBody, source.to_chat()), origin)
         return call._replace(source=source.model_copy(update={"messages": []}), ignored=source.ignored)
 
-    def count_tokens(self, body: bytes, origin: Origin) -> int:
-        """Parse a body of `/v1/messages/count_tokens`: return the tokens of the prompt."""
-        chat = parse_fields(CountBody, body).chat()
+    def count_tokens(self, body: bytes, origin: Origin) -> tuple[int, tuple[str, ...]]:
+        """Parse a body of `/v1/messages/count_tokens`: return the tokens of the prompt, and names of unknown fields."""
+        source = parse_fields(CountBody, body)
+        chat = parse_fields(ChatBody, source.to_chat())
         self._check_model(chat.model)
-        return len(self._chat_prompt(chat).tokens)
+        return len(self._chat_prompt(chat).tokens), source.ignored
 
     def responses(self, body: bytes, origin: Origin) -> ParsedCall:
         """Parse a body of `/v1/responses`, which is answered as a chat."""
@@ -196,7 +114,7 @@ class RequestParser:
         source = parse_fields(ResponsesBody, body).resolve(history)
         session = history.session or (response_id(str(origin.request_id)) if source.is_stored else None)
         try:
-            chat = validated(ChatBody, source.to_chat(history, session))
+            chat = parse_fields(ChatBody, source.to_chat(history, session))
             call = self._chat(chat, origin)
         except (ApiError, TypeError, ValueError) as error:
             raise in_names_of_responses(error) from None
@@ -213,8 +131,7 @@ class RequestParser:
         prompt = self._chat_prompt(fields)
         tokens = self._truncated(prompt.tokens, fields)
         named, more = self._chat_grammar(fields)
-        wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        max_tokens = self._max_tokens(wanted, self._settings.default_max_tokens, len(tokens))
+        max_tokens = self._max_tokens(fields.max_tokens, self._settings.default_max_tokens, len(tokens))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         try:
             sampling = fields.sampling(max_tokens, logprobs, self.chat_format.stop, self._defaults, **more)
@@ -222,8 +139,37 @@ class RequestParser:
             newer = {"max_tokens": "max_completion_tokens"} if fields.max_completion_tokens is not None else {}
             name, rest = str(error).split(" ", 1)
             raise type(error)(f"{(newer | {'logprobs': 'top_logprobs'}).get(name, name)} {rest}") from None
-        call = self._prepare(fields, {"messages": [], "tools": None}, [tokens], [sampling], origin, [], named)
+        kept = [self._retained(fields, tokens)]
+        call = self._prepare(fields, {"messages": [], "tools": None}, [tokens], [sampling], origin, [], named, kept)
         return call._replace(answer=self.chat_format.answer_format(fields, prompt.is_thinking))
+
+    def _retained(self, fields: ChatBody, tokens: np.ndarray) -> tuple[tuple[int, float], ...]:
+        """Return how many first tokens of a chat are kept for how long."""
+        marks, last = fields.marks, len(fields.messages) - 1
+        is_cut = fields.truncate_prompt_tokens is not None  # its first tokens are not those of the messages
+        if fields.retention:
+            marks[last] = max(fields.retention, marks.get(last, 0.0))
+        if len(marks) > _MOST_MARKS:
+            message = f"cache_control must be there {_MOST_MARKS} times at most, got {len(marks)}"
+            raise ApiError(400, message, "messages")
+        return tuple(
+            (len(tokens) if is_cut or number == last else self._count_first(fields, number, tokens), seconds)
+            for number, seconds in sorted(marks.items())
+        )
+
+    def _count_first(self, fields: ChatBody, number: int, tokens: np.ndarray) -> int:
+        """Return how many tokens of a chat do not depend on what follows a message; all if that can't be told."""
+        after = fields.messages[number + 1]
+        other = "b" if after.text.startswith("a") else "a"
+        changed = after.model_copy(update={"content": other, "tool_calls": None, "reasoning_content": None})
+        chat = fields.model_copy(update={"messages": [*fields.messages[: number + 1], changed]})
+        try:
+            others = self._chat_prompt(chat).tokens
+        except ValueError:  # of a template that refuses such a chat
+            return len(tokens)
+        shared = min(len(tokens), len(others))
+        differs = np.flatnonzero(tokens[:shared] != others[:shared])
+        return max(1, int(differs[0]) if len(differs) else shared)
 
     def _chat_grammar(self, fields: ChatBody) -> tuple[NamedGrammar | None, dict[str, Any]]:
         """Return the grammar of the answer to a chat, and parameters that go with it."""
@@ -234,12 +180,12 @@ class RequestParser:
             marker = self.chat_format.special_token(form.begin or PYTHON_TAG)
             if marker is not None:  # it has to be in the text
                 more["skip_special"] = False
+            is_parallel = fields.parallel_tool_calls is not False
             if fields.forced:
-                is_parallel = fields.parallel_tool_calls is not False and fields.tool_choice == "required"
-                lark = None if marker is None or not form.begin else f"<[{marker}]>"
-                named = NamedGrammar("tools", forced_grammar(form, fields.forced, is_parallel, lark))
-            elif named is None and (strict := strict_grammar(form, fields.offered)) is not None:
-                named = NamedGrammar("tools", strict)
+                is_parallel &= fields.tool_choice == "required"
+                named = NamedGrammar("tools", forced_grammar(form, fields.forced, is_parallel, marker))
+            elif named is None and (made := offered_grammar(form, fields.offered, is_parallel, marker)) is not None:
+                named = NamedGrammar("tools", made)
         return named, more | {"grammar": None if named is None else named.grammar}
 
     def embeddings(self, body: bytes, origin: Origin) -> ParsedCall:
@@ -267,27 +213,29 @@ class RequestParser:
         fields = parse_fields(CacheBody, body)
         self._check_model(fields.model)
         if fields.messages is not None:
-            tokens = self._chat_prompt(ChatFields(messages=fields.messages, add_generation_prompt=False)).tokens
+            tokens = self._chat_prompt(parse_fields(ChatFields, fields.to_chat())).tokens
         else:
             assert fields.prompt is not None
             tokens = self._encode(fields.prompt, fields.add_special_tokens is not False, fields.parse_special)
         prompt: Any = tokens
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        request = Request(prompt, sampling, origin.request_id, tenant=origin.tenant, priority=-1)
+        kept = ((len(tokens), fields.ttl),) if len(tokens) else ()
+        request = Request(prompt, sampling, origin.request_id, tenant=origin.tenant, priority=-1, retain=kept)
         prepared = self._input_processor.prepare(request)
-        return Document(tokens if fields.messages is None else None, fields.messages, prepared, fields.ttl)
+        own = tokens if fields.messages is None else None
+        return Document(own, fields.messages, prepared, fields.ttl, fields.ignored)
 
-    def tokenize(self, body: bytes, origin: Origin) -> tuple[list[int], list[str] | None]:
-        """Parse a body of `/tokenize`: return the tokens, and the text of each, if that is asked for."""
+    def tokenize(self, body: bytes, origin: Origin) -> tuple[list[int], list[str] | None, tuple[str, ...]]:
+        """Parse a body of `/tokenize`: return the tokens, the text of each if asked for, and unknown fields."""
         fields = parse_fields(TokenizeBody, body)
         if fields.messages is not None:
-            chat = ChatFields(messages=fields.messages, add_generation_prompt=fields.add_generation_prompt)
-            tokens = self._chat_prompt(chat).tokens.tolist()
+            tokens = self._chat_prompt(parse_fields(ChatFields, fields.to_chat())).tokens.tolist()
         else:
             special = fields.add_special_tokens is not False
             tokens = self._encode(fields.prompt or "", special, fields.parse_special).tolist()
         names = TokenBytes(self.tokenizer)
-        return tokens, [token_text(names.of(token)) for token in tokens] if fields.return_token_strs else None
+        texts = [token_text(names.of(token)) for token in tokens] if fields.return_token_strs else None
+        return tokens, texts, fields.ignored
 
     def detokenize(self, body: bytes, origin: Origin) -> str:
         """Parse a body of `/detokenize`: return the text."""
@@ -317,10 +265,11 @@ class RequestParser:
             if len(prompt) > self.max_length:
                 raise self._too_long(name, f"{len(prompt):,}")
             return np.array(prompt, np.int32)
-        encode = self.tokenizer.encode if parses_special else self.chat_format.encoder.encode
         self._check_size(name, len(prompt) if prompt.isascii() else len(utf8_bytes(prompt)))
         self._check_head(name, prompt)
-        return np.array(encode(prompt, special), np.int32)
+        if parses_special:
+            return encode_array(self.tokenizer, prompt, special)
+        return self.chat_format.encoder.encode(prompt, special)
 
     def _chat_prompt(self, fields: ChatFields) -> ChatPrompt:
         """Return the prompt of a chat; raise ApiError if it is far longer than the longest sequence."""
@@ -343,7 +292,7 @@ class RequestParser:
         head = text[: _TYPICAL * self.max_length]
         # The cut may split a word into more tokens than it has.
         most = self.max_length + self.max_length // 8
-        if len(text) > len(head) and len(self.tokenizer.encode(head, add_special_tokens=False)) > most:
+        if len(text) > len(head) and len(encode_array(self.tokenizer, head, False)) > most:
             raise self._too_long(name, "more")
 
     def _check_size(self, name: str, size: int) -> None:
@@ -368,12 +317,15 @@ class RequestParser:
         origin: Origin,
         texts: list[str],
         named: NamedGrammar | None,
+        kept: Sequence[tuple[tuple[int, float], ...]] = (),
     ) -> ParsedCall:
         self._input_processor.check_choices(fields.num_choices)  # greedy ones are one for the engine
         copies = fields.num_choices if fields.is_greedy else 1
         requests = []
         for number, (ids, sampling) in enumerate(zip(tokens, samplings, strict=True)):
             request = self._request(fields, ids, sampling, origin, None if len(tokens) == 1 else number)
+            if kept and kept[number]:
+                request = dataclasses.replace(request, retain=kept[number])
             try:
                 prepared = self._input_processor.prepare(request)
             except ValueError as error:
@@ -401,7 +353,7 @@ class RequestParser:
             cache_salt=fields.cache_salt or "",
             ttft_deadline=ttft,
             tpot_target=None if tpot is None else max(tpot, self._min_tpot),
-            priority=min(max(fields.priority or 0, 0), self._settings.max_priority),
+            priority=min(fields.priority or 0, self._settings.max_priority),
         )
 
 
@@ -415,15 +367,10 @@ def sampling_defaults(tokenizer: Tokenizer) -> dict[str, Any]:
     return found
 
 
-def parse_fields(model: type[_Model], body: bytes) -> _Model:
+def parse_fields(model: type[_Model], body: bytes | dict[str, Any]) -> _Model:
     """Return the fields of a body; raise ApiError if it is no JSON, or not of these fields and types."""
-    return validated(model, body)
-
-
-def validated(model: type[_Model], fields: bytes | dict[str, Any]) -> _Model:
-    """Return the fields of JSON, or of a dict; raise ApiError if they are not of the model's names and types."""
     try:
-        return model.model_validate(fields) if isinstance(fields, dict) else model.model_validate_json(fields)
+        return model.model_validate(body) if isinstance(body, dict) else model.model_validate_json(body)
     except ValidationError as error:
         raise not_valid(error) from None
 
@@ -431,21 +378,10 @@ def validated(model: type[_Model], fields: bytes | dict[str, Any]) -> _Model:
 def parse_body(parser: RequestParser, kind: Kind, body: bytes, origin: Origin) -> Any:
     """Parse a body by the method of the parser; raise ApiError if it can't be served."""
     try:
-        return getattr(parser, kind)(body, origin)
+        with of_owner(origin.tenant, _salt_named(body)):
+            return getattr(parser, kind)(body, origin)
     except (TypeError, ValueError) as error:
         raise not_servable(error) from None
-
-
-def response_named(body: bytes) -> str | None:
-    """Return the response that a body goes on after; None: none, or the body is not valid."""
-    try:
-        return msgspec.json.decode(body, type=_After).previous_response_id
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-
-
-class _After(msgspec.Struct):
-    previous_response_id: str | None = None
 
 
 def cache_named(body: bytes) -> str | None:
@@ -460,6 +396,21 @@ def cache_named(body: bytes) -> str | None:
 
 class _Named(msgspec.Struct):
     cache_id: str | None = None
+
+
+class _Salted(msgspec.Struct):
+    cache_salt: str | None = None
+
+
+def _salt_named(body: bytes) -> str:
+    """Return a digest of the salt that a body has, however long; of a body that can't be read so, one of its own."""
+    if b"cache_salt" not in body and b"\\u" not in body:
+        return ""
+    try:
+        salt = msgspec.json.decode(body, type=_Salted).cache_salt
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return hashlib.sha256(body).hexdigest()
+    return hashlib.sha256(salt.encode()).hexdigest() if salt else ""
 
 
 def _check_prefix(fields: GenerationBody, prefix: Prefix | None) -> Prefix | None:

@@ -8,6 +8,7 @@ import codecs
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from fastapi.sse import format_sse_event
@@ -16,9 +17,10 @@ from msgspec import UNSET, Raw, Struct, UnsetType, json
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, FinishReason, Logprobs, Output, TokenLogprob
 from longctx.serving.server.answer_parts import AnswerReader, Part, joined_parts
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.chat_schemas import ChatBody
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.request_parser import ParsedCall, token_text
+from longctx.serving.server.request_parser import token_text
 from longctx.serving.server.schemas import CompletionBody
 
 _LEAST = -9999.0  # JSON has no minus infinity
@@ -124,6 +126,7 @@ def chat_logprobs(token_bytes: TokenBytes, tokens: Iterable[int], logprobs: Iter
     return ChatLogprobs(content)
 
 
+_MARK = "\0the text\0"  # JSON writes it as no other field has it
 _WRITTEN = 256  # tokens that are Python's objects at a time, which take ten times the memory of their JSON
 
 
@@ -188,6 +191,7 @@ class ResponseWriter(ABC):
 
     Attributes:
       done: bytes at the end of a stream.
+      created: seconds since 1970.
       transfer_params: `kv_transfer_params` of the whole answer.
     """
 
@@ -196,7 +200,7 @@ class ResponseWriter(ABC):
 
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         self._call, self._bytes = call, token_bytes
-        self.id, self._model, self._created = f"{self.prefix}{call_id}", model, int(time.time())
+        self.id, self._model, self.created = f"{self.prefix}{call_id}", model, int(time.time())
         self._num_prompt = sum(len(request.tokens) for request in call.requests)
         self._num_cached = [0] * len(call.requests)
         self._num_output = 0
@@ -224,7 +228,12 @@ class ResponseWriter(ABC):
 
     def event(self, piece: Any) -> bytes:
         """Return the server-sent event of a piece."""
-        return format_sse_event(data_str=encode(piece).decode())
+        name = piece.get("type") if isinstance(piece, dict) else None
+        return format_sse_event(data_str=encode(piece).decode(), event=name)
+
+    def stream(self, number: int, events: Sequence[Event]) -> bytes:
+        """Return the server-sent events of the events of a request."""
+        return b"".join(map(self.event, self.pieces(number, events)))
 
     def _count(self, number: int, tokens: Sequence[int], output: Output | None) -> None:
         self._num_output += len(tokens) * self._call.copies
@@ -245,13 +254,16 @@ class ChoiceWriter(ResponseWriter):
         self._reports_at_end = bool(options and options.include_usage)
         self._reports_always = bool(options and options.continuous_usage_stats)
         self._gives_tokens = bool(call.body.return_token_ids)
+        # Whether pieces differ in their text alone until the end, and what stands around it, by choice.
+        self._is_plain = not (self._reports_always or self._gives_tokens)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         choices: list[Choice] = []
         for (number, index), output in sorted(outputs.items()):
             self._count(number, self._kept(output.token_ids), output)
             choices += [self._choice(choice, number, output) for choice in self._choices(number, index)]
-        answer = Answer(self.id, self.object, self._created, self._model, choices, self._usage(is_end=True))
+        answer = Answer(self.id, self.object, self.created, self._model, choices, self._usage(is_end=True))
         if self.transfer_params is not None:
             answer.kv_transfer_params = self.transfer_params
         return answer
@@ -271,10 +283,29 @@ class ChoiceWriter(ResponseWriter):
                 for choice in self._choices(number, event.index):
                     yield from map(self._chunk, self._pieces(choice, number, event))
 
+    def stream(self, number: int, events: Sequence[Event]) -> bytes:
+        if not self._is_plain or any(event.output is not None for event in events):
+            return super().stream(number, events)
+        written: list[bytes] = []
+        for event in events:
+            self._count(number, event.token_ids, None)
+            if event.text:
+                for choice in self._choices(number, event.index):
+                    before, after = self._frames.get(choice) or self._frame(choice, number, event)
+                    written += before, encode(event.text), after
+        return b"".join(written)
+
+    def _frame(self, choice: int, number: int, event: Event) -> tuple[bytes, bytes]:
+        """Return what stands before and after a text in the events of a choice."""
+        sample = self.event(self._chunk(self._piece(choice, number, replace(event, text=_MARK))))
+        before, _, after = sample.partition(encode(_MARK))
+        self._frames[choice] = before, after
+        return before, after
+
     def end(self) -> Iterator[Answer]:
         """Yield the chunk after all others, which has no choices, if the client asked for the usage."""
         if self._reports_at_end:
-            yield Answer(self.id, self.chunk_object, self._created, self._model, [], self._usage(is_end=True))
+            yield Answer(self.id, self.chunk_object, self.created, self._model, [], self._usage(is_end=True))
 
     @abstractmethod
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
@@ -309,7 +340,7 @@ class ChoiceWriter(ResponseWriter):
         usage: Usage | UnsetType | None = None if self._reports_at_end else UNSET
         if self._reports_always:
             usage = self._usage(is_end=False)
-        return Answer(self.id, self.chunk_object, self._created, self._model, [choice], usage)
+        return Answer(self.id, self.chunk_object, self.created, self._model, [choice], usage)
 
 
 class ChatWriter(ChoiceWriter):
@@ -320,6 +351,7 @@ class ChatWriter(ChoiceWriter):
     def __init__(self, call: ParsedCall, call_id: str, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(call, call_id, model, token_bytes)
         self._has_logprobs = bool(cast(ChatBody, call.body).logprobs)
+        self._is_plain &= call.answer is None and not self._has_logprobs
         self._readers: dict[int, AnswerReader] = {}
 
     def _choice(self, choice: int, number: int, output: Output) -> Choice:
@@ -329,7 +361,7 @@ class ChatWriter(ChoiceWriter):
         tokens = output.token_ids if self._gives_tokens else UNSET
         message, reason = Message("assistant", output.text, None), _REASONS[output.finish_reason]
         if self._call.answer is not None:
-            reader = AnswerReader(self._call.answer)
+            reader = self._call.new_reader()
             message = whole_message([*reader.push(output.text), *reader.finish()])
             reason = self._reason(reader, output)
         return Choice(choice, message=message, logprobs=logprobs, finish_reason=reason, token_ids=tokens)
@@ -340,7 +372,9 @@ class ChatWriter(ChoiceWriter):
     def _pieces(self, choice: int, number: int, event: Event) -> Iterable[Choice]:
         if self._call.answer is None:
             return super()._pieces(choice, number, event)
-        reader = self._readers.setdefault(choice, AnswerReader(self._call.answer))
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = self._readers[choice] = self._call.new_reader()
         parts = reader.push(event.text)
         if event.output is not None:
             parts += reader.finish()
@@ -357,7 +391,7 @@ class ChatWriter(ChoiceWriter):
 
     def _reason(self, reader: AnswerReader, output: Output) -> str:
         """Return why a choice ends that may have calls of tools."""
-        return "tool_calls" if reader.num_calls and output.finish_reason == "stop" else _REASONS[output.finish_reason]
+        return "tool_calls" if reader.calls_tools and output.finish_reason == "stop" else _REASONS[output.finish_reason]
 
     def _piece(self, choice: int, number: int, event: Event) -> Choice:
         logprobs = self._logprobs(event.token_ids, event.logprobs)
@@ -406,8 +440,10 @@ class CompletionWriter(ChoiceWriter):
         super().__init__(call, call_id, model, token_bytes)
         body = cast(CompletionBody, call.body)
         self._echoes, self._has_logprobs, self._keeps = bool(body.echo), body.logprobs is not None, body.max_tokens != 0
+        self._is_plain &= self._keeps and not self._has_logprobs
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         self._lists: dict[int, LogprobLists] = {}
+        self._begun: set[int] = set()  # choices that have told the tokens of their prompts
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         for (number, index), output in outputs.items():
@@ -450,8 +486,13 @@ class CompletionWriter(ChoiceWriter):
         if self._has_logprobs:
             lists = self._lists.setdefault(choice, LogprobLists(self._bytes))
             logprobs = lists.write(tokens, event.logprobs)
-        given = list(tokens) if self._gives_tokens else UNSET
-        return Choice(choice, text, logprobs=logprobs, finish_reason=reason, token_ids=given)
+        piece = Choice(choice, text, logprobs=logprobs, finish_reason=reason)
+        if self._gives_tokens:
+            piece.token_ids = list(tokens)
+            if choice not in self._begun:
+                self._begun.add(choice)
+                piece.prompt_token_ids = self._call.requests[number].tokens.tolist()
+        return piece
 
     def _kept(self, tokens: Sequence) -> Sequence:
         """Return no tokens, if the client asked for none: the engine makes at least one."""

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.schemas import Body, refuse
+from longctx.serving.server.schemas import Body, must_be, refuse
 
 LOGPROBS = "message.output_text.logprobs"
 REFERENCE = "item_reference"
@@ -43,16 +43,9 @@ _PARAMS = {name: other.partition(" ")[0] for name, other in _OTHER_NAMES.items()
 class ItemPart(Body):
     """Part of an item's content; `text` or `refusal` has what it says."""
 
-    type: str
+    type: Annotated[str, must_be(_TEXTS, "parts of type {} are not there: only text goes in and out")]
     text: str = ""
     refusal: str = ""
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value not in _TEXTS:
-            raise ValueError(f"parts of type {value[:40]!r} are not there: only text goes in and out")
-        return value
 
 
 Parts = Annotated[list[ItemPart], Field(max_length=1024, fail_fast=True)]
@@ -166,18 +159,11 @@ class ResponsesStreamOptions(Body):
 class FunctionTool(Body):
     """Function that the model may call. Its `parameters` are a JSON schema."""
 
-    type: str
+    type: Annotated[str, must_be(("function",), "tools of type {} are not there: only functions, which clients run")]
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("type")
-    @classmethod
-    def _is_function(cls, value: str) -> str:
-        if value != "function":
-            raise ValueError(f"tools of type {value[:40]!r} are not there: only functions, which clients run")
-        return value
 
 
 class NamedTool(Body):
@@ -214,7 +200,7 @@ class ResponsesBody(Body):
     user: str | None = None
     safety_identifier: str | None = Field(None, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
     max_tool_calls: int | None = Field(None, ge=1)
@@ -299,6 +285,7 @@ class ResponsesBody(Body):
             "top_p": self.top_p,
             "max_completion_tokens": self.max_output_tokens,
             "user": self.user,
+            "prompt_cache_retention": self.prompt_cache_retention,
             "prompt_cache_key": self.prompt_cache_key or session,
         }
         if self.has_logprobs:
@@ -423,6 +410,7 @@ def describe(body: ResponsesBody, answered: Mapping[str, Any]) -> dict[str, Any]
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

@@ -4,14 +4,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi.sse import format_sse_event
-
 from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.output import Event, Output
 from longctx.serving.server.answer_parts import Part
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.request_parser import ParsedCall
-from longctx.serving.server.response_writer import ResponseWriter, chat_logprobs, encode
+from longctx.serving.server.response_writer import ResponseWriter, chat_logprobs
 from longctx.serving.server.responses_body import ResponsesBody, describe, response_id
 
 _Event = dict[str, Any]
@@ -171,9 +169,6 @@ class ResponsesWriter(ResponseWriter):
         shown = {"code": "server_error", "message": error.message}
         yield self._numbered({"type": "response.failed", "response": self._response("failed", error=shown)})
 
-    def event(self, piece: _Event) -> bytes:
-        return format_sse_event(data_str=encode(piece).decode(), event=piece["type"])
-
     def _read(self, text: str, output: Output | None) -> Iterator[_Event]:
         """Yield the events of a piece of text, and of the end of all items with the output."""
         parts = self._reader.push(text)
@@ -212,7 +207,7 @@ class ResponsesWriter(ResponseWriter):
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         sampling = self._call.requests[0].request.sampling
-        own = {"id": self.id, "object": "response", "created_at": self._created, "status": status, "output": []}
+        own = {"id": self.id, "object": "response", "created_at": self.created, "status": status, "output": []}
         source = self._source
         drawn = {
             "temperature": sampling.temperature if source.temperature is None else source.temperature,

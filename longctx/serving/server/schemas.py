@@ -6,13 +6,23 @@ Ranges of numbers that `SamplingParams` and `Request` check are not repeated her
 import dataclasses
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Base64Bytes,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.server.known_fields import unknown_fields
+from longctx.serving.server.known_fields import PASSED_OVER, REFUSED, Refused, unknown_fields
 from longctx.serving.server.structured import GrammarFields
 
 MAX_INT64 = 2**63 - 1
@@ -25,6 +35,31 @@ class Body(BaseModel):
     """Body with strict types: `"5"` is no number, and NaN is none either."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class OpenBody(Body):
+    """Body whose other fields are looked at: those that would change the answer are refused, unknown ones named.
+
+    Routers add fields of their own.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    refused_fields: ClassVar[Mapping[str, Refused]] = REFUSED
+    harmless_fields: ClassVar[Collection[str]] = PASSED_OVER
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="after")
+    def _name_others(self) -> Self:
+        given = self.__pydantic_extra__ or {}
+        self._unknown = tuple(unknown_fields(given, self.refused_fields, self.harmless_fields))
+        self.__pydantic_extra__ = {}
+        return self
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that no server is known to have; they are passed over."""
+        return self._unknown
 
 
 _bodies: dict[str, type[BaseModel]] = {}
@@ -58,6 +93,18 @@ def refuse(why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def must_be(known: Collection[str], why: str) -> AfterValidator:
+    """Refuse a text that is not one of those known: `why` has a place for what it is."""
+
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(why.format(repr(value[:40])))
+        return value
+
+    return AfterValidator(check)
+
+
+_DAY = 86_400.0
 _MAX_STOP, _MAX_STOP_CHARACTERS = 32, 1024
 _LEAST_TOP_P = 1e-6
 MAX_TOKEN_IDS, _MAX_BAD_WORDS = 100_000, 256
@@ -65,15 +112,44 @@ _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _GREEDY: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1.0, "min_p": 0.0}
 _SAMPLING = ("temperature", "ignore_eos", *_GREEDY, *_PENALTIES)
 _NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
-_ALIASES = (("repetition_penalty", "repeat_penalty"), ("max_tokens", "n_predict"))
+_ALIASES = (
+    ("repetition_penalty", "repeat_penalty"),
+    ("max_tokens", "max_completion_tokens"),
+    ("max_tokens", "n_predict"),
+)
 
 StopText = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
 
 
+_TTLS, _LONGEST_TTL = {"5m": 300.0, "1h": 3600.0}, 1e9
+
+
+class CacheControl(Body):
+    """Wish that pages of a prompt are kept beyond the devices: `ttl` is `5m`, `1h`, or a number of seconds."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: str | float = "5m"
+
+    @field_validator("ttl", mode="before")
+    @classmethod
+    def _is_time(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LONGEST_TTL
+        if not is_number and value not in _TTLS:
+            raise ValueError(f"must be 5m, 1h, or seconds, more than 0 and at most {_LONGEST_TTL:g}")
+        return value
+
+    @property
+    def seconds(self) -> float:
+        return _TTLS[self.ttl] if isinstance(self.ttl, str) else self.ttl
+
+
 class StreamOptions(Body):
+    """`resumable`: events have ids, with which another connection goes on: docs/cluster.md."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    resumable: bool | None = None
 
 
 class PagePrefix(Body):
@@ -121,6 +197,7 @@ class TransferParams(Body):
       kv_dtype: of keys and values in the pages.
       prefix: from where the first pages of the prompt come.
       is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
+      sampling: how the first token is drawn, of the request that another server goes on with.
     """
 
     do_remote_decode: bool | None = None
@@ -136,16 +213,18 @@ class TransferParams(Body):
     handoff: dict[str, Any] | None = None
     prefix: PagePrefix | None = None
     is_cached: bool | None = None
+    sampling: SamplingParams | None = None
 
 
-class GenerationBody(Body, GrammarFields):
+class GenerationBody(OpenBody, GrammarFields):
     """Fields of completions and chats: OpenAI's, and the extensions that other servers of open models have too.
 
     `temperature` 0 is greedy, whatever `top_p`, `top_k` and `min_p` are; `top_k` -1 or 0 keeps all tokens. `priority`:
-    0 or more, higher is more urgent; the server may allow 0 alone. `ttft_ms`, `tpot_ms`: targets in milliseconds, of
+    -1 or more, higher is more urgent; the server may allow 0 at most. `ttft_ms`, `tpot_ms`: targets in milliseconds, of
     the first token and of those after it, which headers may bring too. `prompt_cache_key` names a conversation, whose
     next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages. `cache_id`: of
-    `/v1/caches`, whose document comes before the prompt. `kv_transfer_params`: docs/kv_transfer.md.
+    `/v1/caches`, whose document comes before the prompt. `cache_control`, `prompt_cache_retention`: the prompt's pages
+    are kept for a time. `kv_transfer_params`: docs/kv_transfer.md.
     """
 
     model: str | None = None
@@ -172,20 +251,19 @@ class GenerationBody(Body, GrammarFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     n_predict: int | None = None
     user: str | None = None
-    priority: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    priority: int | None = Field(None, ge=-1, le=MAX_INT64)
     prompt_cache_key: str | None = Field(None, max_length=1024)
     cache_salt: str | None = Field(None, max_length=1024)
     cache_id: str | None = Field(None, max_length=1024)
+    cache_control: CacheControl | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: TransferParams | None = None
-
-    _unknown: tuple[str, ...] = PrivateAttr(())
-
-    model_config = ConfigDict(extra="allow")  # what is not here is looked at, and named
 
     @field_validator("logit_bias")
     @classmethod
@@ -205,20 +283,13 @@ class GenerationBody(Body, GrammarFields):
                 raise ValueError(f"{older} and {newer} contradict each other: {alias} and {given}")
             if alias is not None and given is None:
                 object.__setattr__(self, newer, alias)
-        # Routers add fields of their own.
-        self._unknown = tuple(unknown_fields(self.__pydantic_extra__ or {}, self._of_others))
-        self.__pydantic_extra__ = {}
         return self
 
     @property
-    def _of_others(self) -> Collection[str]:
-        """Fields of bodies of the other kind, which are passed over."""
-        return ()
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names of the fields that no server is known to have; they are passed over."""
-        return self._unknown
+    def retention(self) -> float:
+        """Seconds for which pages of the whole prompt are kept; 0: as long as there is room."""
+        kept = 0.0 if self.cache_control is None else self.cache_control.seconds
+        return max(kept, _DAY if self.prompt_cache_retention == "24h" else 0.0)
 
     @property
     def is_greedy(self) -> bool:
@@ -324,9 +395,13 @@ class AbortBody(Body):
 
 
 class ResumeBody(Body):
-    """Request of another server, with what that has computed of it, and the server that reads its prompt."""
+    """Request of another server, with what that has computed of it, and the server that reads its prompt.
+
+    `tokens`: the ids of its prompt as base64 of int32, little-endian, instead of `prompt`, which may be empty then.
+    """
 
     request: Request
+    tokens: Base64Bytes | None = None
     kv_transfer_params: TransferParams | None = None
     prefill: Prefill | None = None
 
@@ -338,7 +413,10 @@ class DrainBody(Body):
 
 
 class SwapBody(Body):
-    """`keys`: of blocks, as KV events have them. `tier`: which they leave if they are not in use there."""
+    """`keys`: of blocks, as KV events have them. `tier`: which they leave if they are not in use there.
+
+    `pins`: they may leave, as what asked to keep them needs them no more.
+    """
 
     keys: Annotated[list[BlockHash], Field(max_length=1_000_000, fail_fast=True)]
-    tier: Literal["device", "host"]
+    tier: Literal["device", "host", "pins"]

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 
 from longctx.models.chat_template import ChatTemplate
 from longctx.serving.config import AdmissionLimits
@@ -14,15 +15,17 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.connector import LOOKUP_TIMEOUT
-from longctx.serving.server.caches import Caches
+from longctx.serving.server.caches import EngineCaches
+from longctx.serving.server.calls import Kind, Origin, ParsedCall
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.frontend import ActiveCall, Frontend
+from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.metrics import ServerMetrics
 from longctx.serving.server.observers import Observers
-from longctx.serving.server.request_parser import Kind, Origin, ParsedCall, RequestParser, cache_named
+from longctx.serving.server.request_parser import RequestParser
+from longctx.serving.server.resumption import KeptStreams
 from longctx.serving.server.settings import ObserverSettings, ServerSettings
-from longctx.serving.server.transfers import Received, Transfers
+from longctx.serving.server.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Server(Frontend):
 
     Attributes:
       instance: another one whenever a server starts.
+      kept: streams of requests for routers, which another router may ask for.
 
     Raises:
       ValueError: the engine has no tokenizer; an observer can't be.
@@ -80,8 +84,11 @@ class Server(Frontend):
         self.max_waiting, self.max_logprob_bytes = limits.max_waiting, limits.max_logprob_bytes
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
-        self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)
+        self.caches: EngineCaches = EngineCaches(
+            self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl
+        )
         self.metrics.caches, self.metrics.responses = self.caches, self.responses
+        self.kept = KeptStreams(settings.resume_seconds, self.end_call)
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
@@ -89,31 +96,20 @@ class Server(Frontend):
         self._warm_up = warm_up
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> ParsedCall:
-        """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
-        cache_id = cache_named(body)
-        if cache_id is not None:
-            origin = origin._replace(prefix=self.caches.prefix(origin.tenant, cache_id))
+        """Parse a body, see `Frontend.read`, while a remote store is asked for the pages of its prompts."""
         call = await super().read(kind, body, origin)
         asked = self.engine.pages.ask_ahead(call.requests)
         if asked:
             await asyncio.wait(map(asyncio.wrap_future, asked), timeout=LOOKUP_TIMEOUT)
         return call
 
-    async def start_call(
-        self,
-        call_id: str,
-        shown_id: str,
-        call: ParsedCall,
-        arrival: float,
-        headers: Mapping[str, str] | None = None,
-        received: Received | None = None,
-    ) -> ActiveCall:
-        """Submit a call, see `Frontend.start_call`; in the trace that a header `traceparent` (W3C's) names."""
-        traceparent = None if headers is None else headers.get("traceparent")
+    def _starting(self, call: ParsedCall, headers: Mapping[str, str]) -> AbstractAsyncContextManager[None]:
+        """Note the trace that a header `traceparent` (W3C's) names."""
+        traceparent = headers.get("traceparent")
         if self.observers.tracing is not None and traceparent is not None:
             for prepared in call.requests:
                 self.observers.tracing.link(str(prepared.request.request_id), traceparent)
-        return await super().start_call(call_id, shown_id, call, arrival, headers, received)
+        return super()._starting(call, headers)
 
     @property
     def request_ids(self) -> list[str]:

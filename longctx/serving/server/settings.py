@@ -17,6 +17,7 @@ Scope = Literal["generate", "metrics", "join", "migrate", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 """Rights of a key: to use the model; to see figures of all tenants; to register as an instance of a cluster; to send
 requests of any tenant, as a cluster's router does; and all of these with administration."""
+SAME_SIGNAL = 0.5  # seconds; Slurm and a script in its job both send SIGTERM, and that is one signal
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[!-~]{8,512}")  # what a header can hold, without spaces
 _HASHED, _DIGEST = "sha256:", re.compile(r"[0-9a-f]{64}")
@@ -189,6 +190,7 @@ class ServerSettings:
       min_tpot: the least TPOT target that a request may ask for, seconds. None: --tpot. A target shrinks the chunks of
         all prompts while the request decodes.
       stream_buffer: steps whose tokens may wait for a client that reads slowly, before its request is cancelled.
+      resume_seconds: seconds for which an instance of a cluster goes on with a resumable stream that no router reads.
       slow_reader_timeout: seconds until a connection is closed whose client reads nothing.
       ping_interval: seconds between comments in a stream that has nothing to say, for proxies.
       shutdown_timeout: seconds for which running requests may go on after SIGTERM.
@@ -222,6 +224,7 @@ class ServerSettings:
     max_priority: Count = 0
     min_tpot: Annotated[float, Range(1e-6, 1e9)] | None = None
     stream_buffer: Positive = 1024
+    resume_seconds: Seconds = 30.0
     slow_reader_timeout: Seconds = 30.0
     ping_interval: Seconds = 15.0
     shutdown_timeout: Seconds = 60.0

@@ -18,45 +18,51 @@ class Stream:
       has_ended: the stream has overflowed, or is closed.
     """
 
-    __slots__ = ("_is_silent", "_overflow", "_queue", "has_ended")
+    __slots__ = ("_deliveries", "_is_nudged", "_is_silent", "_limit", "_overflow", "_waiter", "has_ended")
 
     def __init__(self, limit: int, overflow: Callable[[], object]) -> None:
-        self._queue: asyncio.Queue[Delivery | None] = asyncio.Queue(limit)
-        self._overflow = overflow
-        self._is_silent = self.has_ended = False
+        self._deliveries: list[Delivery] = []
+        self._limit, self._overflow = limit, overflow
+        self._waiter: asyncio.Future[None] | None = None  # of the reader
+        self._is_silent = self._is_nudged = self.has_ended = False
 
     def add(self, delivery: Delivery) -> None:
         """Hand a delivery over to the reader."""
         if self.has_ended:
             return
         self._is_silent = False
-        if self._queue.full():
+        if len(self._deliveries) == self._limit:
             self.close()
-            self._queue.put_nowait(None)
             self._overflow()
         else:
-            self._queue.put_nowait(delivery)
+            self._deliveries.append(delivery)
+            self._wake()
 
     def nudge(self) -> None:
         """Let the reader take nothing, if nothing has come since the last call: it may then send a comment."""
-        if self._is_silent and self._queue.empty():
-            self._queue.put_nowait(None)
+        if self._is_silent:
+            self._is_nudged = True
+            self._wake()
         self._is_silent = True
 
     def close(self) -> None:
         """End the stream, which has no reader any more."""
         self.has_ended = True
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._deliveries.clear()
+        self._wake()
 
     async def take(self) -> list[Delivery]:
         """Wait for events, and take all that are there: none if the stream was nudged, or has ended."""
-        if self.has_ended:
-            return []
-        taken = [await self._queue.get()]
-        while not self._queue.empty():
-            taken.append(self._queue.get_nowait())
-        return [each for each in taken if each is not None]
+        if not (self._deliveries or self._is_nudged or self.has_ended):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_nudged = False
+        taken, self._deliveries = self._deliveries, []
+        return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EventDispatcher:
@@ -86,9 +92,10 @@ class EventDispatcher:
         if self._queue and not self._is_woken:
             self._is_woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._deliver)
+                self._loop.call_soon_threadsafe(self.deliver)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Hand over what there is; for the event loop's thread."""
         self._is_woken = False  # before the queue is emptied, so that what comes later wakes it again
         while self._queue:
             stream, delivery = self._queue.popleft()

@@ -14,13 +14,20 @@ from longctx.serving.request.grammar import (
     json_object,
 )
 
+_WHITESPACE = "white space in JSON is a blank, or a new line with up to 16 blanks"
+_OPTIONS = {
+    "whitespace_pattern": _WHITESPACE,
+    "disable_any_whitespace": _WHITESPACE,
+    "disable_additional_properties": "give a schema with additionalProperties: false",
+}
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
 
 class JsonSchema(_Part):
-    """`json_schema` of `response_format`: the schema is enforced, whatever `strict` says."""
+    """`json_schema` of `response_format`; with `strict` false, what can't be enforced is passed over."""
 
     name: str | None = None
     description: str | None = None
@@ -45,6 +52,9 @@ class StructuredOutputs(_Part):
     grammar: Any = None
     json_object: bool | None = None
     structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class NamedGrammar(NamedTuple):
@@ -74,6 +84,7 @@ class GrammarFields(BaseModel):
         Raises:
           ValueError: a field is wrong, or there are two; the message names them.
         """
+        _check_options(self.structured_outputs)
         asked = self._asked()
         if len(asked) > 1:
             raise ValueError(f"{asked[1][0]} contradicts {asked[0][0]}: the text has one form")
@@ -106,11 +117,18 @@ class GrammarFields(BaseModel):
         return [each for each in fields if each[2] is not None]
 
 
+def _check_options(outputs: StructuredOutputs | None) -> None:
+    """Raise ValueError for options of vLLM's that would change a text and are not there."""
+    for name, why in _OPTIONS.items():
+        if getattr(outputs, name, None):
+            raise ValueError(f"structured_outputs.{name}: {why}")
+
+
 def _response_grammar(form: ResponseFormat) -> str:
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise ValueError("json_schema must be there, with a schema")
-        return from_json_schema(form.json_schema.schema_)
+        return from_json_schema(form.json_schema.schema_, form.json_schema.strict is not False)
     if form.type == "json_object":
         return json_object() if form.schema_ is None else from_json_schema(form.schema_)
     raise ValueError(f"type must be text, json_object or json_schema, got {form.type[:40]!r}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from longctx.serving.request.grammar import WHITESPACE, from_lark
+from longctx.serving.request.json_schema import enforceable
 from longctx.serving.server.chat_schemas import Function
 
 Family = Literal["hermes", "mistral", "llama3_json", "pythonic"]
@@ -71,48 +72,83 @@ def written_call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def forced_grammar(form: ToolFormat, tools: Sequence[Function], is_parallel: bool, marker: str | None) -> str:
+def forced_grammar(form: ToolFormat, tools: Sequence[Function], is_parallel: bool, marker: int | None) -> str:
     """Make the grammar of answers that call one of the tools, or several.
 
     Args:
       form: not `pythonic`.
       is_parallel: whether there may be several.
-      marker: the form's beginning as Lark has it, where it is a special token; None: it is a text.
+      marker: the special token that the form's beginning is; None: it is a text.
     """
-    begin = json.dumps(form.begin) if marker is None else marker
-    names = " | ".join(f"call_{number}" for number in range(len(tools)))
-    lines = []
-    if form.family == "mistral":
-        more = ' ("," " "? one)*' if is_parallel else ""
-        lines += [f'start: {begin} " "? "[" one{more} "]"']
-    elif form.family == "hermes":
-        lines += ['start: tagged ("\\n" tagged)*' if is_parallel else "start: tagged"]
-        lines += [f'tagged: {begin} "\\n" one "\\n" {json.dumps(form.end)}']
+    begin = _begin(form, marker)
+    start = f"{begin} body" if form.begin else "body"
+    if form.family == "hermes" and is_parallel:
+        start += f' ("\\n" {begin} body)*'
+    schemas = [_arguments(tool, tool.strict is not False) for tool in tools]
+    return _grammar(f"start: {start}", form, tools, schemas, is_parallel)
+
+
+def offered_grammar(form: ToolFormat, tools: Sequence[Function], is_parallel: bool, marker: int | None) -> str | None:
+    """Make the grammar of texts that may call tools, in which strict ones are called by their schemas.
+
+    Args:
+      is_parallel: whether there may be several calls.
+      marker: the special token that begins a call, or may; None: that is a text.
+
+    Returns:
+      None: nothing is asked of calls.
+
+    Raises:
+      ValueError: calls of this form can't be held to it.
+    """
+    strict = [tool.name for tool in tools if tool.strict]
+    if not strict and is_parallel:
+        return None
+    if form.family == "pythonic":
+        asked = f"{strict[0]}: strict" if strict else "parallel_tool_calls: false"
+        raise ValueError(f"tools: {asked} needs tool_choice required for a model that calls tools in Python's form")
+    begin = _begin(form, marker)
+    if not form.begin:  # an answer that does not begin as a call does is a text
+        lines = [f"start: {begin}? body | OTHER", r"OTHER: /\s*([^{\s<](.|\n)*|<([^|](.|\n)*)?)?/"]
     else:
-        lines += ["start: one"]
-    lines += [f"one: {names}"]
-    for number, tool in enumerate(tools):
-        schema = dict(tool.parameters if tool.parameters is not None else NO_ARGUMENTS)
-        schema = {"type": "object"} | schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        trigger = f"trigger: TEXT {begin}" if marker is not None else f"trigger[lazy]: TEXT {begin}"
+        is_many = is_parallel and form.family == "hermes"
+        lines = ["start: (trigger body)* TEXT" if is_many else r"start: TEXT | trigger body /\s*/"]
+        lines += [trigger, r"TEXT: /(.|\n)*/"]
+    schemas = [_arguments(tool) if tool.strict else {"type": "object"} | _GUIDANCE for tool in tools]
+    return _grammar("\n".join(lines), form, tools, schemas, is_parallel)
+
+
+def _begin(form: ToolFormat, marker: int | None) -> str:
+    return json.dumps(form.begin or PYTHON_TAG) if marker is None else f"<[{marker}]>"
+
+
+def _grammar(
+    start: str, form: ToolFormat, tools: Sequence[Function], schemas: Sequence[Mapping[str, Any]], is_parallel: bool
+) -> str:
+    """Make a grammar whose `body` is what follows the beginning of a call, or of several in one list."""
+    more = {"mistral": ' ("," " "? one)*', "llama3_json": ' (";" " "? one)*'}.get(form.family, "") * is_parallel
+    inner = f"one{more}"
+    body = {"mistral": f'" "? "[" {inner} "]"', "hermes": f'"\\n" {inner} "\\n" {json.dumps(form.end)}'}
+    lines = [start, f"body: {body.get(form.family, inner)}"]
+    lines += [f"one: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{form.key}": ')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema)}"]
     return from_lark("\n".join(lines))
 
 
-def strict_grammar(form: ToolFormat, tools: Sequence[Function]) -> str | None:
-    """Make the grammar of texts whose calls follow their schemas; None: no tool asks for it, or the form has none."""
-    if form.family != "hermes" or not any(tool.strict for tool in tools):
-        return None
-    from llguidance import StructTag
+_GUIDANCE = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
-    tags = []
-    for tool in tools:
-        schema = tool.parameters if tool.parameters is not None else NO_ARGUMENTS
-        schema = {"type": "object"} | (dict(schema) if tool.strict else {})
-        schema |= {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        head = f'{form.begin}\n{{"name": {json.dumps(tool.name)}, "{form.key}": '
-        tags.append(StructTag(trigger=form.begin, begin=head, grammar=schema, end=f"}}\n{form.end}"))
-    return from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+def _arguments(tool: Function, strict: bool = True) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, for a grammar; ValueError: it can't be enforced, and has to be."""
+    schema = tool.parameters if tool.parameters is not None else NO_ARGUMENTS
+    try:
+        made = enforceable({"type": "object"} | dict(schema), strict)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tools: {tool.name}: {error}") from None
+    return made | {"x-guidance": _GUIDANCE["x-guidance"] | {"lenient": not strict}}
 
 
 class Call(NamedTuple):

@@ -13,8 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from longctx.serving.engine.thread import Received as Received
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.request_parser import ParsedCall
 from longctx.serving.server.schemas import PagePrefix, Prefill, TransferParams
 
 
@@ -74,6 +75,10 @@ class Transfers(Protocol):
         """Return a request that reads a prompt whose full pages are all here, before others of its urgency."""
         ...
 
+    def draw_first(self, prepared: PreparedRequest, sampling: SamplingParams) -> PreparedRequest:
+        """Return a request that draws its one token as another server wants it."""
+        ...
+
     @property
     def counts(self) -> Mapping[str, TransferCounts]:
         """Counts of transfers `"sent"` and `"received"`, for metrics."""
@@ -104,8 +109,8 @@ def begin_transfer(
     if len(call.requests) != 1:
         raise ApiError(400, f"{name} needs one prompt, got {len(call.requests)}", name)
     prepared = call.requests[0]
-    if (params.prefix is not None or params.is_cached) and not is_admin:
-        message = f"{name} with prefix or is_cached needs the key of an administrator"
+    if (params.prefix is not None or params.is_cached or params.sampling is not None) and not is_admin:
+        message = f"{name} with prefix, is_cached or sampling needs the key of an administrator"
         raise ApiError(403, message, name, "admin_key_needed")
     received = None
     if params.do_remote_prefill:
@@ -117,7 +122,10 @@ def begin_transfer(
             raise ApiError(400, f"{name} with do_remote_decode needs stream: false: its answer has them too", name)
         prepared = transfers.lend(prepared) if params.is_cached else prepared
         request = dataclasses.replace(prepared.request, lease=transfers.lease(params.lease))
-        call = call._replace(requests=[prepared._replace(request=request)])
+        prepared = prepared._replace(request=request)
+        if params.sampling is not None:
+            prepared = transfers.draw_first(prepared, params.sampling)
+        call = call._replace(requests=[prepared])
     return call, received
 
 

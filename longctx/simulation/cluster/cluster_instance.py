@@ -16,6 +16,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.validation import check_text
+from longctx.simulation.cluster.settings import ServerTimes
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH
 
@@ -39,6 +40,9 @@ class ClusterInstance:
       latency: seconds from the last byte that it sends to its arrival.
       host_bandwidth: bytes per second between each device and its host.
       host: what its thread takes beside the devices. None: no time.
+      core: of a processor, by any name, that computes its steps and runs its server, and is shared by all that have the
+        same one; what computes there at a time gets equal parts of it. Empty: its devices and its server are its own.
+      server: what its server takes for requests beside the engine.
       is_patient: whether requests that it has no room for may wait there, so that the conductor is told of no limit: as
         engines with queues of their own are used behind plain routers.
 
@@ -73,6 +77,8 @@ class ClusterInstance:
     host_bandwidth: float = HOST_BANDWIDTH
     host: HostTimes | None = None
     is_patient: bool = False
+    core: str = ""
+    server: ServerTimes = field(default_factory=ServerTimes)
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
@@ -84,6 +90,8 @@ class ClusterInstance:
             if not check_real(name, getattr(self, name), 0) > 0:
                 raise ValueError(f"{name} must be bytes per second, more than 0, got {getattr(self, name)}")
         check_real("latency", self.latency, 0)
+        if self.core and self.host is not None and self.host.hidden:
+            raise ValueError("host must say that it shares cores, as core is given")
 
     @functools.cached_property
     def costs(self) -> PredictorCosts:

@@ -9,7 +9,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.core import Node
 from longctx.simulation.cluster.dispatch import ActiveRequest, Cluster
 from longctx.simulation.cluster.settings import Change, ClusterSettings
-from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.event_loop import EventLoop, Thread
 from longctx.simulation.instance.tokenless import PageKeys
 from longctx.simulation.record import LoadPoint, Record, RoleAt
 from longctx.simulation.run import Run
@@ -23,6 +23,7 @@ class ConductorRun(Run):
 
     Args:
       nodes: the instances, by name; they have joined.
+      router: its thread.
       priority: of a request, higher is more urgent; None: all have 0.
     """
 
@@ -31,6 +32,7 @@ class ConductorRun(Run):
         loop: EventLoop,
         nodes: dict[str, Node],
         conductor: Conductor,
+        router: Thread,
         settings: ClusterSettings,
         changes: List[Change],
         seed: int,
@@ -38,7 +40,7 @@ class ConductorRun(Run):
     ) -> None:
         super().__init__(loop)
         self.record = Record()
-        self._cluster = Cluster(nodes, loop, conductor, settings, self.record, loop.now, self._end)
+        self._cluster = Cluster(nodes, loop, conductor, router, settings, self.record, loop.now, self._end)
         self._seed, self._priority = seed, priority
         self._active: dict[str, ActiveRequest] = {}
         self._last_end = loop.now
@@ -56,7 +58,11 @@ class ConductorRun(Run):
         priority = 0 if self._priority is None else self._priority(request)
         active = ActiveRequest(self._cluster, request, f"request-{order}", due, keys, priority)
         self._active[active.request_id] = active
-        active.assign()
+        seconds = self._cluster.settings.router.seconds(request.prompt_tokens)
+        if seconds:
+            self._cluster.router.run(seconds, active.assign)
+        else:
+            active.assign()
 
     def _finish(self) -> None:
         self.record.seconds = (self.loop.now if self._active else self._last_end) - self.start

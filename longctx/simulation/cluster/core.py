@@ -1,6 +1,8 @@
 """Instances of a simulated cluster, and their cores, which serve parts of requests: prompts for others, or answers."""
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -8,20 +10,22 @@ from typing import Literal, cast
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Report
 from longctx.cluster.prefix_index.index import Tier
 from longctx.models.footprint import cache_bytes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.request.output import Metrics
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.settings import ClusterSettings
-from longctx.simulation.event_loop import EventLoop, Link
+from longctx.simulation.event_loop import EventLoop, Link, Thread
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.instance.virtual_executor import has_prompts
+from longctx.simulation.instance.virtual_executor import Pending, has_prompts
 from longctx.simulation.workloads import WorkloadRequest
 
 _KEY_BYTES = 8  # of a page's key, by which the conductor and KV events know it
@@ -80,13 +84,25 @@ class ClusterCore(Instance):
 
     Args:
       seed: of keys of pages that no trace names.
+      core: that it shares; None: its devices are its own.
+      on_tokens: is called with the number of tokens of each step of decodes; None: nothing comes of them.
 
     Attributes:
+      spec: what it was made of.
       nic: over which all leaves that others get.
+      server: the thread that deals with requests beside the engine.
       is_dead: nothing that it has can be had any more.
     """
 
-    def __init__(self, spec: ClusterInstance, loop: EventLoop, seed: int, keep_steps: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ClusterInstance,
+        loop: EventLoop,
+        seed: int,
+        keep_steps: bool = False,
+        core: Link | None = None,
+        on_tokens: Callable[[int], object] | None = None,
+    ) -> None:
         super().__init__(
             spec.model,
             spec.config,
@@ -102,6 +118,12 @@ class ClusterCore(Instance):
         self.page_bytes = spec.config.page_size * cache_bytes(spec.model, 1, kv_dtype=spec.config.kv_dtype)
         self.attach(loop, lambda request, metrics: None, seed)
         self.nic = Link(loop, spec.bandwidth, spec.latency)
+        self.spec, self._on_tokens = spec, on_tokens
+        self.server = Thread([Link(loop, 1.0) if core is None else core])
+        if core is not None:
+            self.executor.share_cores(loop, Thread([core]), self._end_ready)
+        if core is not None or on_tokens is not None:
+            self._finder = None  # all steps are events
         self._subs: dict[str, tuple[SubRequest, Sequence]] = {}
         self._of_source: dict[str, SubRequest] = {}  # whose pages come from beyond its own tier
 
@@ -175,6 +197,13 @@ class ClusterCore(Instance):
         pool, tier = self._core.pool, self._tier
         missing = (i for i, key in enumerate(keys) if pool.find(key) is None and (tier is None or key not in tier))
         return next(missing, len(keys))
+
+    def costs(self) -> PredictorCosts | None:
+        """Return the costs of its work as its engine has corrected them; None: it has had nothing to correct."""
+        predictor = self._core.scheduler.chunker.predictor
+        if not isinstance(predictor, Corrected) or predictor.is_confirmed:
+            return None
+        return dataclasses.replace(self.spec.costs, predictor=copy.copy(predictor))
 
     def discard(self, keys: List[Key]) -> None:
         """Remove pages from the host's memory."""
@@ -263,7 +292,15 @@ class ClusterCore(Instance):
         self._link.send(own * self.page_bytes, end_part)
         source.nic.send(there * self.page_bytes, end_part)
 
+    def _end_ready(self, pending: Pending) -> None:
+        """A batch has left the stages, which computes nothing if it is not the oldest in flight."""
+        if self._queue and self._queue.oldest is pending:
+            self._end()
+
     def _note_results(self, batch: Batch) -> None:
+        if self._on_tokens is not None and (count := sum(1 for chunk in batch.chunks if chunk.decodes)):
+            self.server.run(count * self.spec.server.token)
+            self._on_tokens(count)
         if not has_prompts(batch):
             return
         for sub, chunk in self._prompts(batch):
@@ -305,6 +342,8 @@ class Node:
 
     Args:
       keep_steps: whether cores keep their steps.
+      cores: of processors that instances share, by name.
+      router: the router's thread.
 
     Attributes:
       core: of its present life; None: it is dead.
@@ -319,16 +358,22 @@ class Node:
         seed: int,
         settings: ClusterSettings,
         keep_steps: bool,
+        cores: Mapping[str, Link],
+        router: Thread,
     ) -> None:
         self.spec, self.role, self.core = spec, spec.role, cast(ClusterCore | None, None)
         self.lives: list[ClusterCore] = []
         self._conductor, self._loop, self._seed = conductor, loop, seed
         self._settings, self._keep_steps = settings, keep_steps
+        self._shared, self._router = cores.get(spec.core), router
         self._kept: dict[int, Key] = {}  # in the host's memory, by what the conductor knows them by, if it swaps
 
     def join(self) -> None:
         """Begin a life in its role, with an empty cache."""
-        self.core = core = ClusterCore(self.spec, self._loop, self._seed, self._keep_steps)
+        token = self._settings.router.token
+        on_tokens = (lambda count: self._router.run(count * token)) if token or self.spec.server.token else None
+        made = self.spec, self._loop, self._seed, self._keep_steps, self._shared, on_tokens
+        self.core = core = ClusterCore(*made)
         self.lives.append(core)
         self._kept.clear()
         self._conductor.join(self.spec.spec(self.role, self._settings.swaps), self._loop.now)
@@ -351,7 +396,10 @@ class Node:
         if core is not None:
             count, tokens = core.decodes()
             report = Report(core.queue_seconds, count, tokens, core.known)
-            self._conductor.report(self.spec.name, report, self._loop.now)
+            self._conductor.report(self.spec.name, report, self._loop.now, core.costs())
+            for thread, times in ((core.server, self.spec.server), (self._router, self._settings.router)):
+                if times.report:
+                    thread.run(times.report)
 
     def _apply_change(self, core: ClusterCore, tier: Tier, new: List[Key], gone: List[Key]) -> None:
         if self._settings.swaps and tier == "host":

@@ -4,6 +4,7 @@ Source: Mooncake, section 3, figure 4 (one instance reads the prompt, and anothe
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +17,7 @@ from longctx.serving.request.output import Metrics
 from longctx.simulation.cluster.core import ClusterCore, Node, SubRequest, SubRequestListener, block_keys
 from longctx.simulation.cluster.page_stream import PageStream
 from longctx.simulation.cluster.settings import ClusterSettings
-from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.event_loop import EventLoop, Thread
 from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.record import Moved, Placed, Record, Rejected, Served
 from longctx.simulation.workloads import WorkloadRequest
@@ -27,6 +28,7 @@ class Cluster:
     """The instances of a run, their conductor, and what has come of the run.
 
     Attributes:
+      router: the thread that has requests before the conductor, and passes tokens on.
       start: of the workload, by the loop.
       on_end: is called with each request that has been served or rejected.
       stranded: requests that are assigned when an instance comes.
@@ -35,6 +37,7 @@ class Cluster:
     nodes: dict[str, Node]
     loop: EventLoop
     conductor: Conductor
+    router: Thread
     settings: ClusterSettings
     record: Record
     start: float
@@ -74,6 +77,7 @@ class ActiveRequest:
         self._refused_at: float | None = None
         self._num_assigned = self._num_deferred = 0
         self._times: list[float | np.ndarray] = []  # of its tokens
+        self._told: float | None = None  # when its client had the first one
 
     @property
     def known_tokens(self) -> int:
@@ -136,10 +140,19 @@ class ActiveRequest:
             mine.admitted, mine.slack = metrics.admitted, metrics.slack
             mine.cached_tokens, mine.loaded_tokens = metrics.cached_tokens, metrics.loaded_tokens
 
-    def finish(self, assignment: Assignment, finished: float | None) -> None:
-        """End with all its tokens."""
+    def note_told(self) -> float:
+        """Note that its client has a token; return when it had the first one."""
+        self._told = self._cluster.loop.now if self._told is None else self._told
+        return self._told
+
+    def finish(self, assignment: Assignment, finished: float) -> None:
+        """End with all its tokens, of which its client has the first one by now."""
         cluster, metrics, config = self._cluster, self.metrics, self._cluster.conductor.config
-        metrics.finished, metrics.ttft_deadline, metrics.tpot_target = finished, config.ttft, config.tpot
+        assert metrics.first_token is not None
+        assert metrics.last_token is not None
+        told = self.note_told()
+        metrics.first_token, metrics.last_token = max(metrics.first_token, told), max(metrics.last_token, told)
+        metrics.finished, metrics.ttft_deadline, metrics.tpot_target = max(finished, told), config.ttft, config.tpot
         cluster.conductor.finished(self.request_id, cluster.loop.now)
         served = Served.of(metrics, self.due, cluster.start, self.request.number, assignment.decode)
         cluster.record.served.append(served)
@@ -176,7 +189,7 @@ class Dispatch(SubRequestListener):
     def begin(self) -> None:
         """Have the request served."""
         left = self._active.request.output_tokens - self._active.metrics.output_tokens
-        self._after_calls(1, lambda: self._read_prompt("whole", left))
+        self._call([self._assignment.decode], lambda: self._read_prompt("whole", left))
 
     def abort(self) -> None:
         """End it wherever it is; its tokens so far are the request's."""
@@ -189,12 +202,15 @@ class Dispatch(SubRequestListener):
 
     def first_token(self, sub: SubRequest) -> None:
         self._cluster.conductor.first_token(self._active.request_id, self._cluster.loop.now)
+        self._tell(1, self._active.note_told)
 
     def ended(self, sub: SubRequest, part: TokenlessCompletion) -> None:
         del self._cores[sub.part]
         self._active.take(part)
-        self._is_over = True
-        self._active.finish(self._assignment, part.metrics.finished)
+        self._is_over, self._active.dispatch, finished = True, None, part.metrics.finished
+        assert finished is not None
+        # Other tokens than a sole one have been told of.
+        self._tell(1 if sub.max_tokens == 1 else 0, lambda: self._active.finish(self._assignment, finished))
 
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
         waited = self._cluster.loop.now - begun
@@ -214,11 +230,33 @@ class Dispatch(SubRequestListener):
         self._cores[sub.part] = core = self._cluster.core(name)
         core.serve(sub)
 
-    def _after_calls(self, count: int, action: Callable[[], object]) -> None:
-        """Call `action` once `count` servers have passed the request on, unless it is over then."""
-        seconds = count * self._cluster.settings.call_seconds
-        if seconds:
-            self._cluster.loop.at(self._cluster.loop.now + seconds, lambda: None if self._is_over else action())
+    def _call(self, names: List[str], action: Callable[[], object]) -> None:
+        """Call `action` once these instances' servers, in order, have passed the request on, unless it is over then."""
+        if self._is_over:
+            return
+        if not names:
+            action()
+            return
+        loop, delay, core = self._cluster.loop, self._cluster.settings.call_seconds, self._cluster.core(names[0])
+        seconds = core.spec.server.seconds(self._active.known_tokens)
+
+        def call() -> None:
+            if seconds:
+                core.server.run(seconds, lambda: self._call(names[1:], action))
+            else:
+                self._call(names[1:], action)
+
+        if delay:
+            loop.at(loop.now + delay, call)
+        else:
+            call()
+
+    def _tell(self, tokens: int, action: Callable[[], object]) -> None:
+        """Call `action` once the decoding instance's server and the router have passed on all tokens, and these."""
+        cluster = self._cluster
+        core, of_router = cluster.core(self._assignment.decode), tokens * cluster.settings.router.token
+        if core.spec.server.token or cluster.settings.router.token:
+            core.server.run(tokens * core.spec.server.token, lambda: cluster.router.run(of_router, action))
         else:
             action()
 
@@ -243,6 +281,7 @@ class SplitDispatch(Dispatch):
         super().__init__(cluster, active, assignment)
         self._stream: PageStream | None = None
         self._read_at: float | None = None  # when the prompt had been read
+        self._servers = [assignment.decode, assignment.prefill]  # in the order in which they have the request
 
     def needs(self, name: str) -> bool:
         if self._assignment.prefill == name and (self._read_at is None or self._stream is not None):
@@ -251,7 +290,7 @@ class SplitDispatch(Dispatch):
 
     def begin(self) -> None:
         self._begin_stream(0, self._active.known_tokens)
-        self._after_calls(1, lambda: self._read_prompt("prompt", 1))
+        self._call(self._servers, lambda: self._read_prompt("prompt", 1))
 
     def abort(self) -> None:
         super().abort()
@@ -276,6 +315,7 @@ class SplitDispatch(Dispatch):
         # The prompt has been read, and its first token is there.
         del self._cores[sub.part]
         active.take(part)
+        self._tell(1, active.note_told)
         if self._is_admitted():
             assert self._stream is not None
             self._stream.finish()
@@ -334,14 +374,16 @@ class StagedDispatch(SplitDispatch):
         stop = (active.known_tokens - 1) // size * size
         there = decode.count_held(active.page_keys) * size if decode.config.prefix_cache else 0
         if there >= stop:  # it has all that another one could read for it
-            self._after_calls(1, self._join)
+            self._call(self._servers[:1], self._join)
         else:
             self._staged = stop
             self._begin_stream(there, stop)
-            self._after_calls(2, lambda: self._read_prompt("prompt", 1))
+            self._call(self._servers, lambda: self._read_prompt("prompt", 1))
 
     def first_token(self, sub: SubRequest) -> None:
-        pass  # the token of the prompt's sub-request is not used; the conductor was asked when the pages had come
+        # The token of the prompt's sub-request is not used; the conductor was asked when the pages had come.
+        if sub.part == "answer":
+            self._tell(1, self._active.note_told)
 
     def ended(self, sub: SubRequest, part: TokenlessCompletion) -> None:
         if sub.part == "answer":

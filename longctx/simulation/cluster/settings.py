@@ -1,6 +1,6 @@
 """Settings of a simulated cluster, and changes of its instances."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from longctx.models.validation import check_bool, check_real
@@ -13,6 +13,46 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 @dataclass(frozen=True)
+class ServerTimes:
+    """Seconds of a core that a server or a router takes for requests, beside engines.
+
+    Attributes:
+      request: for a request that comes.
+      prompt_token: for each token of its prompt besides.
+      token: to pass on a token of an answer.
+      report: for each report of an instance to the conductor.
+
+    Raises:
+      TypeError, ValueError: a time is no finite number of at least 0.
+
+    Examples:
+      >>> from longctx.simulation.cluster import ServerTimes
+      >>> ServerTimes(request=2e-3, prompt_token=1e-6).seconds(4000)
+      0.006
+    """
+
+    request: float = 0.0
+    prompt_token: float = 0.0
+    token: float = 0.0
+    report: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("request", "prompt_token", "token", "report"):
+            check_real(name, getattr(self, name), 0)
+
+    def seconds(self, prompt_tokens: int) -> float:
+        """Return the seconds that a request takes before an engine has it.
+
+        Args:
+          prompt_tokens: of its prompt.
+
+        Returns:
+          Seconds of a core.
+        """
+        return self.request + self.prompt_token * prompt_tokens
+
+
+@dataclass(frozen=True)
 class ClusterSettings:
     """Settings that are no instance's own.
 
@@ -20,10 +60,13 @@ class ClusterSettings:
       overlap: when pages leave for where a request decodes, see `Overlap`.
       report_seconds: between two reports of each instance to the conductor.
       event_seconds: after which the conductor hears what an instance has stored or dropped.
-      first_token: which instance draws it. `"prefill"` is Mooncake: a request joins where it decodes when its pages are
-        in that host's memory. `"decode"` is longctx's own servers: full pages come there, and what follows these is
-        computed where it decodes. Either way it takes no slot and no page there before.
-      call_seconds: from a decision until an instance has the request, for each server that passes it on.
+      first_token: which instance draws it. `"prefill"`: a request joins where it decodes when its pages are in that
+        host's memory. `"decode"`: full pages come there, and what follows these is computed where it decodes. Either
+        way it takes no slot and no page there before.
+      call_seconds: from a decision until an instance has the request, for each server that passes it on: the one where
+        it decodes asks the one that reads its prompt.
+      router: what the router takes for requests, on the core that has the least to do of those that instances share
+        (`ClusterInstance.core`), or on one of its own.
       swaps: whether the conductor has instances drop cold blocks before these do it by themselves.
       least_retry: seconds after which a request that is deferred asks again, at least.
 
@@ -58,6 +101,7 @@ class ClusterSettings:
     call_seconds: float = 0.0
     swaps: bool = False
     least_retry: float = 0.1
+    router: ServerTimes = field(default_factory=ServerTimes)
 
     def __post_init__(self) -> None:
         if self.overlap not in OVERLAPS:
@@ -97,7 +141,7 @@ class Change:
       >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=2, changes=changes)
       >>> record = deployment.simulation().run(arrive_at_rate(make_mix("sharegpt4", 50), rate=4.0))
       >>> len(record.served), record.num_reassigned  # what it decoded goes on elsewhere
-      (50, 2)
+      (50, 1)
     """
 
     at: float

@@ -275,6 +275,8 @@ class Instance:
             if steps is None and not (self.executor.has_tokens or self.executor.notes_prompts):
                 steps = find_prompt_steps(self._core, self._queue, self.executor, self._loop.next_time, self._least)
         self._repeated = steps
+        if self.executor.thread is not None:
+            return  # it says when a batch is ready
         if steps is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:

@@ -14,6 +14,7 @@ from longctx.serving.executor.interface import Progress, Results, ignore_progres
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.event_loop import EventLoop, Thread
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.tokenless import TokenlessCompletion
 
@@ -129,11 +130,16 @@ class VirtualExecutor:
         pending = Pending(self.run(batch), seconds)
         self._in_stages.append(pending)
         self.recent.append((batch, pending))
-        begin, tick = max(self.now, self.free), max(each.seconds for each in self._in_stages)
-        self.free = begin + (tick if self._speed is None else self._speed.seconds(begin, tick))
-        if len(self._in_stages) == self._in_stages.maxlen:
-            self._in_stages[0].ready = self.free
+        is_full = len(self._in_stages) == self._in_stages.maxlen
+        self._run_tick(max(each.seconds for each in self._in_stages), self._in_stages[0] if is_full else None)
         return pending
+
+    def _run_tick(self, seconds: float, leaves: Pending | None) -> None:
+        """Begin a tick after those before it; at its end a batch leaves the last stage."""
+        begin = max(self.now, self.free)
+        self.free = begin + (seconds if self._speed is None else self._speed.seconds(begin, seconds))
+        if leaves is not None:
+            leaves.ready = self.free
 
     def advance(self, first: int, ready: Callable[[int], float], now: float, free: float) -> None:
         """Advance as if the last batches, which have been advanced (`Batch.advance`), had just been submitted.
@@ -192,7 +198,11 @@ class VirtualExecutor:
 
 
 class TokenlessExecutor(VirtualExecutor):
-    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
+    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time.
+
+    Attributes:
+      thread: that computes ticks, on cores that it shares; None: ticks take their seconds.
+    """
 
     def __init__(
         self,
@@ -207,12 +217,34 @@ class TokenlessExecutor(VirtualExecutor):
         self.has_tokens = False  # whether any sequence has
         self.notes_prompts = False  # whether batches with prompts count as moves, as their pages leave for elsewhere
         self._moves: list[Batch] = []
+        self.thread: Thread | None = None
+
+    def share_cores(self, loop: EventLoop, thread: Thread, on_ready: Callable[[Pending], object]) -> None:
+        """Have a thread compute all ticks and what the host does for them; `on_ready` is called with what is ready."""
+        self._loop, self.thread, self._on_ready = loop, thread, on_ready
+        self._host_until = 0.0  # to when the host's times are part of ticks
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
         if batch.loads or batch.stores or (self.notes_prompts and has_prompts(batch)):
             self._moves.append(batch)
         return super().submit(batch)
+
+    def _run_tick(self, seconds: float, leaves: Pending | None) -> None:
+        if self.thread is None:
+            super()._run_tick(seconds, leaves)
+            return
+        now = self._loop.now
+        of_host, self._host_until = self.now - max(now, min(self._host_until, self.now)), self.now
+        self.thread.run(max(0.0, of_host) + seconds, lambda: self._end_tick(leaves))
+        self.free = now + self.thread.seconds
+
+    def _end_tick(self, leaves: Pending | None) -> None:
+        assert self.thread is not None
+        self.free = self._loop.now + self.thread.seconds
+        if leaves is not None:
+            leaves.ready = self._loop.now
+            self._on_ready(leaves)
 
     def take_moves(self) -> list[Batch]:
         """Batches since the last call that load or store pages, or read prompts where that is noted."""

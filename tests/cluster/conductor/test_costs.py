@@ -1,5 +1,6 @@
 """`PredictorCosts` beside the predictor that it is made of, and `PendingBlocks` beside sets."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -33,6 +34,14 @@ def test_prompts_and_decodes_are_those_of_the_predictor(predictor: RuntimePredic
         expected = predictor.seconds(Work(batch, batch, tokens))
         assert costs.decode_seconds(batch, tokens) == pytest.approx(expected, rel=1e-9)
     assert costs.decode_seconds(0, 0) == 0.0
+
+
+def test_costs_of_another_predictor_remember_nothing_of_the_first() -> None:
+    costs, corrected = PredictorCosts.of_model(MEASURED, LLAMA_70B, 512), Corrected(MEASURED)
+    corrected.prompt_factor = 2.0
+    before = costs.prefill_seconds(0, 8000)
+    assert dataclasses.replace(costs, predictor=corrected).prefill_seconds(0, 8000) == 2 * before
+    assert costs.prefill_seconds(0, 8000) == before
 
 
 def test_a_prompt_in_a_step_of_decodes_is_one_step_and_must_fit() -> None:

@@ -139,6 +139,22 @@ def test_requests_of_another_router_count() -> None:
     assert isinstance(conductor.assign(request("a", rest=400), 0.0), Assignment)
 
 
+def test_request_that_another_router_has_placed_counts_where_it_is() -> None:
+    """Neither a load nor an administrator's drain forbids it, and nothing is left of it."""
+    conductor = one_of_each()
+    conductor.drain("d0", 0.0)
+    assert conductor.attach(request("a", rest=1000), "d0", 0.0).decode == "d0"
+    with pytest.raises(ValueError, match="no open request"):
+        conductor.attach(request("a", rest=1000), "d0", 0.0)
+    with pytest.raises(ValueError, match="no instance 'd1'"):
+        conductor.attach(request("b", rest=1000), "d1", 0.0)
+    assert queue(conductor, 0.0) == 0.0
+    assert conductor.prefilled("a", 1.0) is None
+    assert decoding(conductor) == (1, 1000, 1100)
+    conductor.finished("a", 2.0)
+    assert decoding(conductor) == (0, 0, 0)
+
+
 def test_slots_of_another_router_count() -> None:
     conductor = cluster(instance("p0"), instance("d0", "decode", max_running=2), admission="none")
     conductor.report("d0", Report(0.0, 2, 200, frozenset("xy")), 0.0)

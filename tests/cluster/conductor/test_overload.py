@@ -49,8 +49,8 @@ def test_prefill_load_is_checked_by_every_rule_but_none(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_tbt_of_the_selected_instance_is_compared_with_the_slo(rule: str) -> None:
-    """Algorithm 1, line 27: one instance is too slow, while the mean of the pool is not."""
-    coupled = [instance(name, "both") for name in "ab"]
+    """Algorithm 1, line 27: one instance is too slow, while the mean of the pool is not; another one has no memory."""
+    coupled = [instance("a", "both"), instance("b", "both", decode_tokens=500)]
     conductor = cluster(*coupled, admission=rule, policy="cache_aware", tpot=0.0045, ttft=50.0, decode_seconds=10.0)
     for i in range(3):  # all share the blocks of one instance
         assert isinstance(conductor.assign(request(f"r{i}", (0, 9), rest=5), float(i)), Assignment)
@@ -65,8 +65,10 @@ def test_tbt_of_the_selected_instance_is_compared_with_the_slo(rule: str) -> Non
         assert (found.bound, found.stage) == ("tbt", "prefill")
         assert found.load == pytest.approx(found.tbt / 0.0045)
         assert found.retry_after == pytest.approx(0.95 + 10.0 - 9.0, abs=0.01)  # when the first of them has ended
-    conductor.index.store("b", "device", request("other", (1, 9)).keys)
-    assert isinstance(conductor.assign(request("other", (1, 9), rest=5), 9.0), Assignment)
+    conductor.join(instance("c", "both"), 9.0)  # which keeps the SLO
+    decision = conductor.assign(request("later", (0, 9), rest=5), 9.0)
+    assert isinstance(decision, Assignment)
+    assert (decision.prefill, decision.decode) == ("a", "c")
 
 
 def test_a_step_that_is_too_slow_for_one_request_alone_never_passes() -> None:

@@ -263,6 +263,45 @@ def test_coupled_instance_without_memory_gets_nothing() -> None:
     assert assigned(conductor, request("a", (1, 20)), 0.0).prefill == "c1"
 
 
+def mixed(**settings: Any) -> Conductor:
+    """An instance that prefills, one that does both and one that decodes; the first two have 20 blocks of a prompt."""
+    parts = (instance("p"), instance("b", "both"), instance("d", "decode"))
+    conductor = cluster(*parts, **{"admission": "none"} | settings)
+    for name in "pb":
+        store(conductor, name, (1, 20))
+    return conductor
+
+
+def test_splitting_pays_where_reading_and_sending_are_sooner_than_the_queue_of_what_does_both() -> None:
+    found = assigned(mixed(), request("a", (1, 20)), 0.0)  # where it would be read as soon, but had to be sent
+    assert (found.prefill, found.decode, found.transfer, found.ttft) == ("b", "b", None, pytest.approx(0.05))
+    assert assigned(mixed(is_inline=False), request("a", (1, 20)), 0.0).prefill == "p"
+    for queue, reads in ((10, "b"), (40, "p")):  # 2,050 tokens take 20.5 ms from one to the other
+        conductor = mixed()
+        busy = assigned(conductor, request("busy", (2, 0), rest=queue), 0.0, exclude="pd")
+        assert busy.prefill == "b"
+        found = assigned(conductor, request("a", (1, 20)), 0.0)
+        assert (found.prefill, found.decode) == (reads, "b" if reads == "b" else "d")
+
+
+def test_what_would_come_too_late_where_it_is_decoded_is_split() -> None:
+    found = [
+        assigned(late, request("a", (1, 20), ttft=ttft), 0.0)
+        for ttft in (0.1, 0.055)
+        for late in [mixed(admission="early_rejection")]
+        if assigned(late, request("busy", (2, 0), rest=10), 0.0, exclude="pd").prefill == "b"
+    ]
+    assert [each.prefill for each in found] == ["b", "p"]  # in 60 ms, or in 50 ms and 20 ms for keys and values
+
+
+def test_what_is_read_by_one_that_does_both_is_decoded_elsewhere_if_that_alone_keeps_the_slo() -> None:
+    conductor = mixed(tpot=0.0035)  # a step of two decodes takes a little over 3 ms, of three over 4 ms
+    first = [assigned(conductor, request(name, (1, 20)), 0.0, exclude="p") for name in "xy"]
+    assert [each.decode for each in first] == ["b", "b"]
+    third = assigned(conductor, request("z", (1, 20)), 0.0, exclude="p")
+    assert (third.prefill, third.decode) == ("b", "d")
+
+
 def test_config_is_checked() -> None:
     for settings, message in [
         ({"policy": "best"}, "policy must be one of random"),
@@ -303,6 +342,15 @@ def test_a_prompt_that_fits_into_a_step_within_the_slo_is_computed_where_it_deco
     assert conductor.assign(request("long", (4, 3)), 0.6).prefill == "p"  # it would have to be chunked
     for name in "abc":
         conductor.finished(name, 1.0)
+
+
+def test_of_those_that_decode_the_one_that_has_most_of_a_prompt_reads_it() -> None:
+    costs = RoundCosts(step_tokens=300)
+    decodes = (instance(name, "decode", costs=costs) for name in ("d0", "d1"))
+    conductor = cluster(instance("p"), *decodes, admission="none", tpot=0.32)
+    store(conductor, "d1", (0, 1))
+    found = assigned(conductor, request("a", (0, 2)), 0.0)
+    assert (found.prefill, found.decode, found.cached) == ("d1", "d1", 100)
 
 
 def test_a_prompt_is_not_inlined_where_it_breaks_the_slo_or_finds_no_memory() -> None:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from test_launched_processes import HERE, ROOT, answer, command, is_alive, wait_
 
 from longctx.cluster.config import RayOptions
 from longctx.cluster.launcher.launcher import Address, Launched
-from longctx.cluster.launcher.ray_launcher import RayHost, RayLauncher
+from longctx.cluster.launcher.ray_launcher import HostState, RayHost, RayLauncher
 
 try:
     import ray
@@ -54,6 +56,82 @@ def test_the_actor_runs_a_process_with_its_files(monkeypatch: pytest.MonkeyPatch
 def test_without_ray_it_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"needs ray: pip install 'longctx-jax\[cluster\]'"):
         RayLauncher([], RayOptions())
+
+
+class ActorLost(Exception):
+    """Stands in for `RayActorError`."""
+
+
+class ActorUnavailable(ActorLost):
+    """Stands in for `ActorUnavailableError`."""
+
+
+class FakeActor:
+    """Actor that fails to say its state as often as it is told, and counts its starts."""
+
+    def __init__(self, *errors: Exception, loses_start: bool = False) -> None:
+        self.errors, self.loses_start, self.num_starts, self.is_killed = list(errors), loses_start, 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: lambda: getattr(self, f"_{name}")())
+
+    def _place(self) -> tuple[str, int]:
+        return "10.0.0.1", 8000
+
+    def _start(self) -> None:
+        if self.loses_start:
+            self.loses_start = False
+            raise ActorUnavailable
+        self.num_starts += 1
+
+    def _state(self) -> HostState:
+        if self.is_killed:
+            raise ActorLost
+        if self.errors:
+            raise self.errors.pop(0)
+        return HostState(None, 1, self.num_starts)
+
+    def _stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("actors", "is_first_kept"),
+    [
+        ([FakeActor(ActorUnavailable())], True),  # its connection broke, and is there again
+        ([FakeActor(TimeoutError()), FakeActor()], False),  # it is stuck, and keeps its CPU until it is killed
+        ([FakeActor(ActorLost()), FakeActor(loses_start=True)], False),
+    ],
+    ids=["cut", "stuck", "start is lost"],
+)
+def test_one_actor_runs_each_instance(
+    actors: list[FakeActor], is_first_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for Ray: the actor is made anew only where it is lost, and then the old one is killed."""
+    made = iter(actors)
+    errors = {"RayActorError": ActorLost, "ActorUnavailableError": ActorUnavailable, "GetTimeoutError": TimeoutError}
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *group, **bundle: None)
+    util = {"scheduling_strategies": strategies, "remove_placement_group": lambda group: None}
+    fake = SimpleNamespace(
+        exceptions=SimpleNamespace(**errors),
+        util=SimpleNamespace(placement_group=lambda *a, **k: SimpleNamespace(ready=lambda: lambda: None), **util),
+        is_initialized=lambda: True,
+        get=lambda call, timeout=None: call(),
+        wait=lambda *calls, **options: None,
+        kill=lambda actor: setattr(actor, "is_killed", True),
+        remote=lambda kind: SimpleNamespace(options=lambda **o: SimpleNamespace(remote=lambda: next(made))),
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr("longctx.cluster.launcher.ray_launcher._LOOK_SECONDS", 0.01)
+    launcher = RayLauncher([Launched("one", "both", command("one"))], RayOptions())
+    launcher.start()
+    try:
+        wait_until("the last one runs the instance", lambda: actors[-1].num_starts == 1 and not actors[0].errors)
+        assert launcher.actors["one"] is actors[-1]
+        assert actors[0].is_killed is not is_first_kept
+        assert not actors[-1].is_killed
+    finally:
+        launcher.close()
 
 
 @pytest.fixture

@@ -7,21 +7,17 @@ from typing import Any
 import httpx
 import pytest
 
-from longctx.cluster.router.http_stream import Head, HttpStream
+from longctx.cluster import http_stream
+from longctx.cluster.http_stream import Head, HttpStream
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Some: thing\r\n\r\n"
 
 
 async def ask(stream: HttpStream, body: bytes = b"{}") -> tuple[Head, bytes]:
-    head, said = None, b""
-    async for part in stream.post("/resume", {"x-request-id": "one"}, body):
-        if isinstance(part, Head):
-            head = part
-        else:
-            said += part
-    assert head is not None
-    return head, said
+    parts: list[Any] = []
+    await stream.send("POST", "/resume", {"x-request-id": "one"}, body, parts.append)
+    return parts[0], b"".join(parts[1:])
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -98,10 +94,11 @@ def test_who_leaves_in_the_middle_closes_the_connection() -> None:
         ended.append(await reader.read() == b"")
 
     async def test(stream: HttpStream) -> None:
-        parts = stream.post("/resume", {}, b"")
-        await anext(parts)
-        assert await anext(parts) == b"ab"
-        await parts.aclose()
+        parts: list[Any] = []
+        asking = asyncio.create_task(stream.send("POST", "/resume", {}, b"", parts.append))
+        while b"ab" not in parts:
+            await asyncio.sleep(0.001)
+        asking.cancel()
         while not ended:
             await asyncio.sleep(0.001)
 
@@ -160,7 +157,47 @@ def test_silence_is_an_error_and_so_is_nobody() -> None:
     asyncio.run(nobody())
 
 
-def test_a_large_answer_waits_for_its_reader() -> None:
+def test_an_error_of_who_reads_ends_the_answer() -> None:
+    def read(part: Head | bytes) -> None:
+        if part == b"0":
+            raise LookupError("not this one")
+
+    async def test(stream: HttpStream) -> None:
+        with pytest.raises(LookupError, match="not this one"):
+            await stream.send("POST", "/resume", {}, b"0", read)
+        assert (await ask(stream, b"1"))[1] == b"1"
+
+    assert run(echo, test)[1] == 2  # what is left of the first answer is not read
+
+
+@pytest.mark.parametrize(("has_end", "count"), [(True, 1), (False, 2)])
+def test_the_end_of_an_answer_is_awaited_a_little(has_end: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_stream, "_END_SECONDS", 0.1)
+
+    found: list[Head | bytes] = []
+
+    def read(part: Head | bytes) -> bool:
+        found.append(part)
+        return part == b"last"
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(CHUNKED + b"4\r\nlast\r\n")
+            await asyncio.sleep(0.02)
+            writer.write(b"4\r\nmore\r\n")
+            if has_end:
+                writer.write(b"0\r\n\r\n")
+
+    async def test(stream: HttpStream) -> None:
+        for _ in range(2):
+            await stream.send("POST", "/resume", {}, b"", read)
+        assert [part for part in found if isinstance(part, bytes)] == [b"last", b"last"]
+
+    assert run(slow, test)[1] == count
+
+
+def test_a_large_answer_comes_whole() -> None:
     size = 8 * 2**20
 
     async def large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,12 +208,6 @@ def test_a_large_answer_waits_for_its_reader() -> None:
             await writer.drain()
 
     async def test(stream: HttpStream) -> int:
-        found, most = 0, 0
-        async for part in stream.post("/resume", {}, b""):
-            if isinstance(part, bytes):
-                found, most = found + len(part), max(most, len(part))
-                await asyncio.sleep(0.002)
-        assert most < 2 * 2**20
-        return found
+        return len((await ask(stream))[1])
 
     assert run(large, test)[0] == size

@@ -193,10 +193,14 @@ def test_what_is_asked_of_a_server_is_answered(router: Routed) -> None:
     assert rendered[0]["prompt"].endswith("abc")
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] <= 3
+    named = client.post("/v1/completions", json=body("abc", max_tokens=2, made_up=1, cache_prompt=True))
+    assert named.headers["x-longctx-ignored-fields"] == "made_up"
+    refused = client.post("/v1/completions", json=body("abc", do_sample=False))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "do_sample")
     assert client.get("/server_info").json()["policy"] == "kvcache_centric"
     load = client.get("/load").json()
     assert {each["name"]: each["state"] for each in load["instances"]} == {"p0": "open", "d1": "open"}
-    assert client.post("/v1/caches", json={"prompt": "a"}).status_code == 404
+    assert client.post("/v1/caches", json={"prompt": "a"}).json()["error"]["code"] == "caches_are_off"
     assert client.get("/page/model").json()["is_cluster"]
     assert "/cluster/register" in client.get("/openapi.json").json()["paths"]
     with client.stream("GET", "/page/events") as stream:

@@ -1,5 +1,6 @@
 """Requests go where their prefixes are, which routers learn from KV events."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from served import Served
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.server.settings import ObserverSettings
 
 PAGE = 16
@@ -123,3 +125,81 @@ def test_cold_blocks_leave_instances_that_are_full() -> None:
         again = ask(router, "cold " + TEXT * 6, max_tokens=2)
         assert cached(again) == (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
         assert again["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+@contextlib.contextmanager
+def kept(roles: str) -> Iterator[tuple[Routed, list[Served]]]:
+    """A router over instances with tiers."""
+    anywhere = "tcp://127.0.0.1:*"
+    events = ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere)
+    with contextlib.ExitStack() as stack:
+        engines = [make_engine(tiers=TierConfig(64 << 20)) for _ in roles]
+        running = [stack.enter_context(instance(engine, observers=events)) for engine in engines]
+        yield stack.enter_context(routed(members_of(running, roles))), running
+
+
+def pinned(instances: list[Served]) -> list[int]:
+    """Bytes that are pinned on each instance, once all that is on its way has been written."""
+    found = []
+    for each in instances:
+        store = each.server.engine.pages.store
+        assert isinstance(store, TieredStore)
+        assert store.flush(20)
+        found.append(store.stats.host.pinned_bytes)
+    return found
+
+
+@pytest.mark.parametrize("roles", ["bb", "pd"])
+def test_documents_are_kept_by_an_instance(roles: str) -> None:
+    long = "document " + TEXT * 6
+    with kept(roles) as (router, instances):
+        client = router.client()
+        made = client.post("/v1/caches", json={"prompt": long, "ttl": 60}).json()
+        path = f"/v1/caches/{made['id']}"
+        router.wait_until("it is read", lambda: client.get(path).json()["status"] == "ready")
+        pages = made["tokens"] // PAGE
+        index, [(reader, _)] = router.server.index, router.server.cluster.stats.assignments
+        router.wait_until("its pages are known", lambda: client.get(path).json()["pages"]["host"] == pages)
+        router.wait_until("who has read it is known", lambda: index.blocks(reader, "device") >= pages)
+        ready = client.get(path).json()
+        assert (ready["read_tokens"], ready["pages"]["total"]) == (made["tokens"], pages)
+        assert sum(size > 0 for size in pinned(instances)) == 1
+        named = ask(router, " who?", cache_id=made["id"])
+        assert cached(named) >= (made["tokens"] - 1) // PAGE * PAGE
+        expected = post(instances[0], body(long + " who?", cache_salt="alone")).json()
+        assert named["usage"]["prompt_tokens"] == made["tokens"] + 5
+        assert [each["id"] for each in client.get("/v1/caches").json()["data"]] == [made["id"]]
+        tokens = client.post("/tokenize", json={"prompt": long + " who?"}).json()["tokens"]
+        if tokens[: made["tokens"]] == client.post("/tokenize", json={"prompt": long}).json()["tokens"]:
+            assert named["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        assert client.delete(path).json()["deleted"]
+        router.wait_until("nothing is pinned", lambda: not any(pinned(instances)))
+        assert client.get(path).status_code == 404
+        assert client.post("/v1/completions", json=body("x", cache_id=made["id"])).status_code == 404
+        too_long = client.post("/v1/caches", json={"prompt": long, "ttl": 1e8})
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "ttl")
+
+
+def test_hints_of_prompts_reach_an_instance() -> None:
+    long = "hint " + TEXT * 6
+    with kept("bb") as (router, instances):
+        plain = ask(router, long, cache_salt="alone")
+        hinted = ask(router, long, cache_control={"ttl": "1h"})
+        assert hinted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+        router.wait_until("its pages are pinned", lambda: sum(pinned(instances)) > 0)
+        assert [each.server.caches.num_kept_tokens for each in instances].count(0) == 1
+        assert router.server.caches.num_kept_tokens == sum(each.server.caches.num_kept_tokens for each in instances) > 0
+
+
+def test_a_document_that_goes_leaves_pages_that_a_prompt_keeps() -> None:
+    long = "both " + TEXT * 6
+    with kept("b") as (router, instances):
+        client = router.client()
+        made = client.post("/v1/caches", json={"prompt": long, "ttl": 60}).json()
+        path = f"/v1/caches/{made['id']}"
+        router.wait_until("it is read", lambda: client.get(path).json()["status"] == "ready")
+        ask(router, long, cache_control={"ttl": "1h"})
+        before = pinned(instances)
+        assert client.delete(path).json()["deleted"]
+        ask(router, "others", max_tokens=1)
+        assert pinned(instances) == before != [0]

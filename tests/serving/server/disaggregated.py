@@ -124,7 +124,9 @@ def resumed(
 ) -> dict[str, Any]:
     """What a router sends to the server that decodes: another one reads the prompt, or has its prefix."""
     sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True} | sampling
-    sent = {"request": {"prompt": prompt, "sampling": sampling}}
+    begun = {"lease": None, "length": 0, "tokens": [], "logprobs": []}
+    handoff = {"seed": sampling["seed"], "completions": [begun] * sampling.get("n", 1), "prompt_logprobs": None}
+    sent = {"request": {"prompt": prompt, "sampling": sampling}, "kv_transfer_params": {"handoff": handoff}}
     return sent if url is None and prefix is None else sent | {"prefill": {"url": url, "prefix": prefix}}
 
 

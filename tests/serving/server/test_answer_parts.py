@@ -1,6 +1,7 @@
 """Answers split into reasoning, text and calls of tools, however their texts are cut into pieces; grammars of calls."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.request.token_mask import TokenMask, mask_words
 from longctx.serving.server.answer_parts import AnswerFormat, AnswerReader, Part, joined_parts
 from longctx.serving.server.chat_schemas import Function
-from longctx.serving.server.tool_calls import FORMATS, PARSE, ToolFormat, find_format, forced_grammar, strict_grammar
+from longctx.serving.server.tool_calls import (
+    FORMATS,
+    PARSE,
+    PYTHON_TAG,
+    ToolFormat,
+    find_format,
+    forced_grammar,
+    offered_grammar,
+)
 
 Wanted = list[tuple[str, ...]]
 """(kind, text), or ("tool_call", name, arguments)."""
@@ -192,10 +201,22 @@ def test_calls_that_have_to_come_are_calls(family: str, is_parallel: bool) -> No
     assert seen == {"add", "now"}
 
 
-def test_strict_tools_are_called_by_their_schemas_in_the_middle_of_a_text() -> None:
-    strict = [TOOLS[0].model_copy(update={"strict": True}), TOOLS[1]]
-    assert strict_grammar(FORMATS["hermes"], TOOLS) is None
-    grammar = strict_grammar(FORMATS["hermes"], strict)
+CALL = '{"name": "add", "arguments": {"a": 5}}'
+LLAMA = CALL.replace("arguments", "parameters")
+WRONG = '"5"'
+# Texts with no call, with one and with two, by family.
+ACCEPTED = {
+    "hermes": [
+        "just a text",
+        f"Well: <tool_call>\n{CALL}\n</tool_call>",
+        *[f"<tool_call>\n{CALL}\n</tool_call> so " * 2],
+    ],
+    "mistral": ["a [list]", f"Well: [TOOL_CALLS][{CALL}]", f"[TOOL_CALLS] [{CALL}, {CALL}]"],
+    "llama3_json": ["a {b}", f"{PYTHON_TAG}{LLAMA}", f"{LLAMA}; {LLAMA}"],
+}
+
+
+def accepts(grammar: str | None) -> Callable[[str], bool]:
     assert grammar is not None
     tokenizer = load_tokenizer(TINY)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
@@ -205,10 +226,46 @@ def test_strict_tools_are_called_by_their_schemas_in_the_middle_of_a_text() -> N
         matcher: Any = grammars.matcher(grammar)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    assert accepted("just a text")
-    assert accepted('Well: <tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call> so')
-    assert not accepted('Well: <tool_call>\n{"name": "add", "arguments": {"a": "5"}}\n</tool_call>')
-    assert not accepted('Well: <tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>')
+    return accepted
+
+
+@pytest.mark.parametrize("family", sorted(ACCEPTED))
+def test_strict_tools_are_called_by_their_schemas_in_the_middle_of_a_text(family: str) -> None:
+    form, strict = FORMATS[family], [TOOLS[0].model_copy(update={"strict": True}), TOOLS[1]]
+    assert offered_grammar(form, TOOLS, True, None) is None
+    accepted = accepts(offered_grammar(form, strict, True, None))
+    none, one, two = ACCEPTED[family]
+    for text in ("", none, one, two):
+        assert accepted(text)
+    assert not accepted(one.replace("5", WRONG))
+    assert not accepted(one.replace("add", "sub"))
+    assert not accepted(two.replace("5", WRONG))
+    assert accepted(one.replace("add", "now").replace("5", WRONG)), "one that is not strict takes any arguments"
+
+
+@pytest.mark.parametrize("family", sorted(ACCEPTED))
+def test_calls_come_one_at_a_time_where_that_is_asked_for(family: str) -> None:
+    accepted = accepts(offered_grammar(FORMATS[family], TOOLS, False, None))
+    none, one, two = ACCEPTED[family]
+    assert accepted(none)
+    assert accepted(one)
+    assert not accepted(two)
+
+
+def test_a_call_that_is_cut_calls_nothing() -> None:
+    whole = f"<tool_call>\n{CALL}\n</tool_call>"
+    for text, calls in ((whole, True), (whole[:-12], True), (whole[:-16], False), ("no call", False)):
+        reader = AnswerReader(AnswerFormat(FORMATS["hermes"], frozenset({"add"})))
+        parts = [*reader.push(text), *reader.finish()]
+        assert reader.calls_tools is calls, text
+        assert all(part.kind == "tool_call" for part in parts) is (text != "no call")
+
+
+def test_calls_in_pythons_form_are_held_to_nothing_in_silence() -> None:
+    strict = [TOOLS[0].model_copy(update={"strict": True})]
+    for tools, is_parallel, named in ((strict, True, "add: strict"), (TOOLS, False, "parallel_tool_calls: false")):
+        with pytest.raises(ValueError, match=f"^tools: {named} needs tool_choice required"):
+            offered_grammar(FORMATS["pythonic"], tools, is_parallel, None)
 
 
 @pytest.mark.parametrize("family", sorted(PARSE))

@@ -201,12 +201,31 @@ def test_forms_of_texts_under_all_names(ours: openai.OpenAI, fields: dict[str, A
     assert answer.choices[0].text in texts
 
 
+def test_a_keyword_that_can_t_be_enforced_is_named_unless_strict_is_false(ours: openai.OpenAI) -> None:
+    schema = {"type": "array", "items": {"const": 5}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=r"response_format.*uniqueItems"):
+        ours.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
+    form["json_schema"]["strict"] = False
+    answer = ours.chat.completions.create(model="tiny", messages=ASKED, response_format=form, max_tokens=100)
+    assert json.loads(answer.choices[0].message.content or "") in ([5], [5, 5])
+
+
 def test_unknown_fields_are_named(ours: openai.OpenAI) -> None:
     extra = {"made_up": 1, "x" * 100: 2, "cache_prompt": True, "typical_p": 1.0}
     raw = ours.completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=1, extra_body=extra)
     assert raw.headers["x-longctx-ignored-fields"] == f"made_up, {'x' * 60}"
     raw = ours.completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=1)
     assert "x-longctx-ignored-fields" not in raw.headers
+
+
+def test_tools_and_variables_count_for_a_chat_that_is_tokenized(tiny: Served) -> None:
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]}
+    with tiny.http_client(headers={"authorization": f"Bearer {KEYS[0].key}"}) as client:
+        counts = [client.post("/tokenize", json=each).json()["count"] for each in ({**chat, "tools": []}, chat)]
+        usage = client.post("/v1/chat/completions", json=chat | {"max_tokens": 1}).json()["usage"]
+    assert counts[0] < counts[1] == usage["prompt_tokens"]
 
 
 # Responses.
@@ -332,7 +351,11 @@ def test_messages_are_answered(theirs: anthropic.Anthropic) -> None:
     assert first.usage.cache_read_input_tokens == 0
     assert second.usage.cache_read_input_tokens > 100
     total = theirs.messages.count_tokens(model="tiny", messages=marked).input_tokens
-    assert total == second.usage.input_tokens + second.usage.cache_read_input_tokens
+    for usage in (first.usage, second.usage):
+        assert usage.cache_creation_input_tokens is not None
+        assert usage.cache_read_input_tokens is not None
+        assert total == usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    assert (first.usage.input_tokens, first.usage.cache_creation_input_tokens) == (0, total)
 
 
 def test_messages_say_which_text_has_stopped_them(theirs: anthropic.Anthropic) -> None:
@@ -345,6 +368,17 @@ def test_messages_say_which_text_has_stopped_them(theirs: anthropic.Anthropic) -
     with theirs.messages.stream(**sent, extra_body={"temperature": 0}) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
         assert stream.get_final_message().stop_sequence == stop
+
+
+def test_messages_go_on_with_the_last_answer(tiny: Served, theirs: anthropic.Anthropic) -> None:
+    begun: Any = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    body = {"messages": begun, "continue_final_message": True, "max_tokens": 8, "temperature": 0}
+    with tiny.http_client(headers={"authorization": f"Bearer {KEYS[0].key}"}) as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+    told = message(theirs, messages=begun, max_tokens=8)
+    assert told.content[0].text == answer["choices"][0]["message"]["content"]
+    count = theirs.messages.count_tokens(model="tiny", messages=begun).input_tokens
+    assert count == answer["usage"]["prompt_tokens"]
 
 
 def test_messages_use_tools(theirs: anthropic.Anthropic) -> None:
@@ -384,6 +418,7 @@ def test_messages_think(theirs: anthropic.Anthropic) -> None:
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "no tool runs on this server"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice must have a name"),
+        ({"stop_sequences": ["x", ""]}, "stop_sequences.1: "),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers is not there"),
     ],
     ids=str,

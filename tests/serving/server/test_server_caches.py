@@ -1,5 +1,6 @@
 """`/v1/caches`: documents that are read once, whose pages stay beyond the devices, and that requests name."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,110 @@ def test_sizes_of_tiers_are_told_and_no_path(alice: httpx.Client) -> None:
     answer = alice.get("/server_info")
     assert answer.status_code == 200
     assert answer.json()["engine"]["tiers"] == {"host_bytes": 400 * PAGE_BYTES, "disk_bytes": 0}
+
+
+# Prompts that requests ask to keep.
+
+
+def pinned(running: Served) -> int:
+    """Pages, once all that is on its way has been written."""
+    running.wait_idle()
+    assert store_of(running).flush(20)
+    return store_of(running).stats.host.pinned_bytes // PAGE_BYTES
+
+
+def chat(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields
+    answer = client.post("/v1/chat/completions", json=body | {"messages": list(messages)})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"cache_control": {"type": "ephemeral"}},
+        {"cache_control": {"ttl": "1h"}},
+        {"cache_control": {"ttl": 60}},
+        {"prompt_cache_retention": "24h"},
+    ],
+)
+def test_prompts_are_kept_where_others_go(hint: dict[str, Any]) -> None:
+    with served(tiered_engine(pages=60), settings()) as running, running.http_client() as client:
+        plain = complete(client, prompt=DOCUMENT + "WXYZ", cache_salt="apart")
+        kept = complete(client, prompt=DOCUMENT + "WXYZ", **hint)
+        assert kept["choices"] == plain["choices"]
+        assert pinned(running) == 21
+        for number in range(12):
+            complete(client, prompt="ABCDEFGHIJKLMNOP"[number] * 60 + "WXYZ")
+        assert (pinned(running), store_of(running).stats.host.evicted > 0) == (21, True)
+        running.server.engine.core.pool.clear()
+        assert cached(complete(client, prompt=DOCUMENT + "WXYZ")) >= 80
+        count = re.compile(r"^longctx:kv_retained_tokens\{.*\} 84(\.0)?$", re.MULTILINE)
+        running.wait_until("they are counted", lambda: count.search(client.get("/metrics").text))
+
+
+def test_what_is_kept_ends_with_its_time() -> None:
+    with served(tiered_engine(), settings(max_cache_ttl=1.0)) as running, running.http_client() as client:
+        complete(client, prompt=DOCUMENT, cache_control={"ttl": 5000})  # for no longer than the server allows
+        assert pinned(running) == 20
+        complete(client, prompt=DOCUMENT + "IJKL", cache_control={"ttl": 0.01})
+        caches = running.server.caches
+        running.wait_until("nothing is counted", lambda: caches.num_kept_tokens == 0)
+
+        def is_unpinned() -> bool:
+            complete(client, prompt="Z")  # pins end when something is looked up
+            return store_of(running).stats.host.pinned_bytes == 0
+
+        running.wait_until("nothing is pinned", is_unpinned)
+
+
+def test_marked_messages_are_kept_and_no_others(guarded: Served, alice: httpx.Client) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": 60}}
+    system = {"role": "system", "content": [{"type": "text", "text": DOCUMENT} | mark]}
+    user = {"role": "user", "content": "WHO" * 20}
+    plain = chat(alice, {"role": "system", "content": DOCUMENT}, user, cache_salt="apart")
+    assert chat(alice, system, user)["choices"][0]["message"] == plain["choices"][0]["message"]
+    count = pinned(guarded)
+    assert 20 <= count <= 22  # of the system's text, and what the template has before the user's
+    assert guarded.server.caches.release(lambda key: True) == count
+    guarded.wait_until("nothing is pinned", lambda: pinned(guarded) == 0)
+    whole = chat(alice, system, user | mark)["usage"]["prompt_tokens"]
+    assert pinned(guarded) == whole // 4
+    guarded.server.caches.release(lambda key: True)
+    five = alice.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "A"} | mark] * 5})
+    assert (five.status_code, "4 times" in five.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "control", [{"ttl": 0}, {"ttl": "2h"}, {"type": "persistent"}, "1h", {"ttl": -5}, {"ttl": 1e12}]
+)
+def test_hints_that_are_none(alice: httpx.Client, control: Any) -> None:
+    answer = alice.post("/v1/completions", json={"prompt": "A", "cache_control": control})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_control")
+
+
+def test_hints_count_for_the_quota_of_their_tenant(guarded: Served, alice: httpx.Client, bob: httpx.Client) -> None:
+    made = wait_read(guarded, alice, create(alice))  # 80 of 200 tokens
+    kept = complete(alice, prompt="B" * 160, cache_control={"ttl": 60})
+    assert len(kept["choices"][0]["token_ids"]) == 6  # what is too much is left out, and the answer is none the worse
+    assert pinned(guarded) == 20 + 30
+    answer = alice.post("/v1/caches", json={"prompt": "C" * 8})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "cache_quota_exceeded")
+    complete(bob, prompt="B" * 40, cache_control={"ttl": 60})
+    assert pinned(guarded) == 60
+    complete(alice, prompt="B" * 160, cache_control={"ttl": 60})  # the same pages again
+    assert pinned(guarded) == 60
+    # What a cache and a prompt have together stays until both let it go.
+    alice.delete(f"/v1/caches/{made['id']}")
+    guarded.wait_until("its pages go", lambda: pinned(guarded) == 40)
+    complete(alice, prompt=DOCUMENT[:40], cache_control={"ttl": 60})
+    made = create(alice, prompt=DOCUMENT[:40])
+    alice.delete(f"/v1/caches/{made['id']}")
+    assert pinned(guarded) == 50
+    guarded.server.caches.release(lambda key: True)
+
+
+def test_hints_without_tiers_change_nothing(letters: Served) -> None:
+    with letters.http_client() as client:
+        assert complete(client, cache_control={"ttl": "1h"})["choices"] == complete(client)["choices"]

@@ -294,6 +294,15 @@ def test_a_trivial_best_of_and_other_fields_are_taken(letters: Served) -> None:
     assert ask(letters, user="somebody", extra_body=extra).choices[0].token_ids == greedy()
 
 
+def test_load_tools_give_both_names_of_the_most_tokens(letters: Served) -> None:
+    with letters.http_client() as client:
+        for fields, count in (({"max_completion_tokens": 3}, 3), ({"max_completion_tokens": 4, "max_tokens": 4}, 4)):
+            answer = client.post("/v1/completions", json={"prompt": "ABCD", "ignore_eos": True} | fields)
+            assert answer.json()["usage"]["completion_tokens"] == count
+        wrong = client.post("/v1/completions", json={"prompt": "A", "max_completion_tokens": 4, "max_tokens": 5})
+        assert (wrong.status_code, "contradict" in wrong.json()["error"]["message"]) == (400, True)
+
+
 def test_what_can_never_fit_says_so_with_the_numbers(letters: Served) -> None:
     with pytest.raises(openai.BadRequestError, match=r"8 \+ 400 tokens, more than the 256") as caught:
         ask(letters, max_tokens=400)
@@ -304,3 +313,17 @@ def test_other_models_are_not_found(letters: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         letters.openai().completions.create(model="gpt", prompt="1")
     assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_has_the_tokens_of_each_prompt_once(letters: Served, echo: bool) -> None:
+    whole = ask(letters, [PROMPT, "11"], echo=echo, n=2)
+    texts, _, chunks = streamed(ask(letters, [PROMPT, "11"], echo=echo, n=2, stream=True))
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    given = [
+        (choice.index, choice.prompt_token_ids)
+        for chunk in chunks
+        for choice in chunk.choices
+        if "prompt_token_ids" in choice.model_extra
+    ]
+    assert sorted(given) == [(choice.index, choice.prompt_token_ids) for choice in whole.choices]

@@ -246,7 +246,9 @@ def test_slos_and_priorities_reach_the_engine_within_their_limits() -> None:
         assert rendered({}, {}) == [None, None, 0]
         assert rendered({"ttft_ms": 500, "tpot_ms": 80, "priority": 2}, {}) == [0.5, 0.08, 2]
         assert rendered({"tpot_ms": 1, "priority": 99}, {}) == [None, 0.05, 3]
-        assert rendered({"priority": -5}, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "100"}) == [0.25, 0.1, 0]
+        less = client.post("/v1/completions/render", json=BODY | {"priority": -5})
+        assert (less.status_code, less.json()["error"]["param"]) == (400, "priority")
+        assert rendered({"priority": -1}, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "100"}) == [0.25, 0.1, -1]
         assert rendered({"ttft_ms": 1}, {"x-llm-d-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "9"}) == [0.25, 0.05, 0]
     with served(fake_engine()) as running, running.http_client() as client:
         answer = client.post("/v1/completions/render", json=BODY | {"tpot_ms": 1, "priority": 9}).json()[0]
@@ -321,6 +323,9 @@ def test_tokens_and_texts(letters: Served) -> None:
         for body in ({}, {"prompt": "1", "messages": [{"role": "user", "content": "1"}]}):
             assert client.post("/tokenize", json=body).status_code == 400
         assert client.post("/detokenize", json={"tokens": [50]}).status_code == 400
+        info = client.get("/tokenizer_info").json()
+        assert info == client.get("/tokenizer_info").json()
+        assert (info["vocab_size"], info["model_max_length"], info["eos_token"]) == (TEXT.vocab_size, LENGTH, None)
         rendered = client.post("/v1/completions/render", json=BODY | {"prompt": ["AB", "1"]}).json()
         assert [each["token_ids"] for each in rendered] == [[17, 18], [1]]
 

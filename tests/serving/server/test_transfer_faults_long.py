@@ -30,6 +30,7 @@ from disaggregated import (
 from serve_process import ServeProcess
 from served import Served
 
+from longctx.cluster import prefill as prefill_module
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.serving.engine import page_transfers
 
@@ -167,8 +168,9 @@ def key_of(tmp_path: Path) -> bytes:
     return key
 
 
-def test_the_reading_server_is_killed(tmp_path: Path) -> None:
+def test_the_reading_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of a transfer: the decoding server computes what has not come."""
+    monkeypatch.setattr(prefill_module, "_LATER_BYTES", 0)  # pages come while the prompt is read
     given = flags(tmp_path)
     with (
         ServeProcess(*given, "--role", "prefill") as reader,

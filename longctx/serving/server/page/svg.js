@@ -98,7 +98,7 @@ export function lying(plot, ranks, { most, words }) {
     chart.append(
       text(0, y + 15, rank.label),
       element("rect", { ...shape, class: "room", width: full }),
-      titled(element("rect", { ...shape, class: "held", width: (rank.value / most) * full }), rank.title),
+      titled(element("rect", { ...shape, class: "held", width: (rank.value / Math.max(most, 1)) * full }), rank.title),
     );
   });
   plot.replaceChildren(chart);

@@ -3,12 +3,14 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from longctx.serving.predictor.file import predictor_to_dict
@@ -19,6 +21,8 @@ from longctx.serving.server.schemas import AbortBody, body_of
 from longctx.serving.server.server import Server
 
 _NO_RETRY = {"x-should-retry": "false"}
+_LINES = "application/x-ndjson"
+_ALIVE_SECONDS = 1.0  # after which a line comes again that has not changed
 
 
 def monitoring_router(server: Frontend) -> APIRouter:
@@ -41,9 +45,7 @@ def monitoring_router(server: Frontend) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """Return 200 while requests are taken: after warming up, and before shutting down."""
-        problem = server.problem
-        if problem is None and not server.is_warm:
-            problem = "the server is not ready yet"
+        problem = _problem(server)
         if problem is None and server.is_draining:
             problem = "the server is shutting down"
         return _status(problem)
@@ -112,14 +114,17 @@ def administration_router(server: Server) -> APIRouter:
         return JSONResponse({"predictor": found, **factors})
 
     @router.get("/load")
-    async def load(request: Request) -> dict[str, Any]:
-        """Return how busy the server is; to clients without the scope `metrics` their own requests alone."""
+    async def load(request: Request, every: Annotated[float, Query(ge=1e-3, le=_ALIVE_SECONDS)] = 0.25) -> Response:
+        """Return the load of the server; to clients without the scope `metrics` that of their own requests alone.
+
+        To `Accept: application/x-ndjson` come lines: one whenever it has changed, at most once in `every` seconds.
+        """
         client = client_of(request)
         if not client.sees_all:
-            return own_load(server, client.tenant)
-        found = _load(server)
-        more = {"request_ids": server.request_ids, "draining": server.is_draining, "time": time.time()}
-        return {"server_load": found["num_reqs"], **found, **more}
+            return JSONResponse(own_load(server, client.tenant))
+        if _LINES in request.headers.get("accept", ""):
+            return StreamingResponse(_load_lines(server, every), media_type=_LINES)
+        return JSONResponse(_whole_load(server) | {"kept_streams": server.kept.names, "time": time.time()})
 
     @router.get("/loads")
     @router.get("/v1/loads")
@@ -167,6 +172,36 @@ def own_load(server: Frontend, tenant: str) -> dict[str, Any]:
         "draining": server.is_draining,
         "time": time.time(),
     }
+
+
+async def _load_lines(server: Server, every: float) -> AsyncIterator[bytes]:
+    said, since = b"", 0.0
+    while True:
+        now, line = time.monotonic(), msgspec.json.encode(_whole_load(server)) + b"\n"
+        if line != said or now - since >= _ALIVE_SECONDS:
+            said, since = line, now
+            yield line
+        if server.is_draining and not server.has_calls:  # it may be about to end
+            return
+        await asyncio.sleep(every)
+
+
+def _rounded(factor: float) -> float:
+    """Round a factor to what a prediction is good for; however far that is off, a router takes it."""
+    return float(f"{min(max(factor, 1e-6), 1e6):.2g}")
+
+
+def _whole_load(server: Server) -> dict[str, Any]:
+    """Return the load as routers of a cluster need it."""
+    found, predictor = _load(server), server.engine.predictor
+    factors = [_rounded(factor) for factor in (predictor.prompt_factor, predictor.decode_factor)]
+    more = {"request_ids": server.request_ids, "draining": server.is_draining, "problem": _problem(server)}
+    return {"server_load": found["num_reqs"], **found, **more, "factors": factors}
+
+
+def _problem(server: Frontend) -> str | None:
+    """Return why a server answers no requests; None: it does, unless it drains."""
+    return server.problem or (None if server.is_warm else "the server is not ready yet")
 
 
 def _status(problem: str | None) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -15,6 +16,7 @@ from longctx.models.tokenizer import TokenBytes
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.auth import Client, client_of
 from longctx.serving.server.caches import CacheDeleted, CacheList
+from longctx.serving.server.calls import Document, Kind, Origin, ParsedCall
 from longctx.serving.server.chat_schemas import CacheBody, ChatBody, TokenizeBody
 from longctx.serving.server.embeddings import EmbeddingBody, embedding_list
 from longctx.serving.server.errors import IGNORED, ApiError, no_such_model
@@ -22,12 +24,11 @@ from longctx.serving.server.frontend import ActiveCall, CallStream, Frontend
 from longctx.serving.server.messages_schemas import CountBody, MessagesBody
 from longctx.serving.server.messages_writer import MessagesWriter
 from longctx.serving.server.preparer import unless_gone
-from longctx.serving.server.request_parser import Document, Kind, Origin, ParsedCall
 from longctx.serving.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter, encode
 from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.responses_writer import ResponsesWriter
+from longctx.serving.server.resumption import LAST_EVENT_ID, ResumableStream, resumable_stream
 from longctx.serving.server.schemas import CompletionBody, DetokenizeBody, body_of
-from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import begin_transfer, response_params
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,14 @@ def openai_router(server: Frontend) -> APIRouter:
         async with server.bodies.read(request) as body:
             return await unless_gone(request, server.preparer.read(kind, body, origin_of(request)))
 
-    async def render(request: Request, kind: Kind) -> list[dict[str, Any]]:
+    async def render(request: Request, kind: Kind) -> tuple[list[dict[str, Any]], dict[str, str]]:
         async with server.bodies.read(request) as body:
-            return _rendered(server, await unless_gone(request, server.read(kind, body, origin_of(request))))
+            call = await unless_gone(request, server.read(kind, body, origin_of(request)))
+        return _rendered(server, call), _note_ignored(call.ignored)
+
+    @functools.cache
+    def described() -> bytes:
+        return encode(server.chat_format.tokenizer_info(server.max_length))
 
     def model(name: str) -> dict[str, Any]:
         return {
@@ -86,29 +92,36 @@ def openai_router(server: Frontend) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
-        return _json({"input_tokens": await prepare(request, "count_tokens")})
+        count, ignored = await prepare(request, "count_tokens")
+        return _json({"input_tokens": count}, _note_ignored(ignored))
 
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
         """Return the tokens of each prompt, and how others would be drawn."""
-        return _json(await render(request, "completions"))
+        return _json(*await render(request, "completions"))
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_of(ChatBody))
     async def render_chat(request: Request) -> Response:
         """Return the tokens of a chat by its template, and how others would be drawn."""
-        return _json((await render(request, "chat"))[0])
+        (rendered,), ignored = await render(request, "chat")
+        return _json(rendered, ignored)
 
     @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text, or of a chat."""
-        tokens, names = await prepare(request, "tokenize")
+        tokens, names, ignored = await prepare(request, "tokenize")
         answer = {"count": len(tokens), "max_model_len": server.max_length, "tokens": tokens}
-        return _json(answer | {"token_strs": names})
+        return _json(answer | {"token_strs": names}, _note_ignored(ignored))
 
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
         return _json({"prompt": await prepare(request, "detokenize")})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Return the tokenizer's configuration, with its chat template and special tokens."""
+        return Response(described(), media_type="application/json")
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -125,7 +138,7 @@ def openai_router(server: Frontend) -> APIRouter:
     return router
 
 
-def caches_router(server: Server) -> APIRouter:
+def caches_router(server: Frontend) -> APIRouter:
     """Return the routes of caches. Each tenant has its own, and has no access to those of others."""
     router = APIRouter(tags=["caches"])
 
@@ -138,7 +151,7 @@ def caches_router(server: Server) -> APIRouter:
             document: Document = await unless_gone(request, reading)
         client = client_of(request)
         _charge(server, client, len(document.prepared.tokens))
-        return _json(server.caches.create(client.tenant, document))
+        return _json(server.caches.create(client.tenant, document), _note_ignored(document.ignored))
 
     @router.get("/v1/caches")
     async def list_caches(request: Request) -> Response:
@@ -171,6 +184,9 @@ async def respond(server: Frontend, request: Request, kind: Kind, keep: Keep = l
     call_id = client.request_id
     async with server.bodies.read(request) as body:
         call = await unless_gone(request, server.read(kind, body, origin_of(request)))
+    stream = resumable_stream(call, call_id, request.headers.get(LAST_EVENT_ID) or None)
+    if stream is not None:
+        call = call._replace(requests=stream.requests_of(call))
     params = call.body.kv_transfer_params
     if client.is_granted and not (params is not None and params.do_remote_decode and not params.do_remote_prefill):
         message = "a grant is for prompts that are read for another server: kv_transfer_params with do_remote_decode"
@@ -189,12 +205,15 @@ async def respond(server: Frontend, request: Request, kind: Kind, keep: Keep = l
         settle(0)
         raise
     active.settle, client.usage = settle, active.usage
-    if isinstance(call.body, EmbeddingBody):
-        return await _embeddings(server, request, call.body, call_id, active)
-    writer = make_writer(call, call_id, server.model_name, server.token_bytes)
     ignored = _note_ignored(call.ignored)
+    if isinstance(call.body, EmbeddingBody):
+        return await _embeddings(server, request, ignored, call.body, call_id, active)
+    writer = make_writer(call, call_id if stream is None else stream.name, server.model_name, server.token_bytes)
+    if stream is not None:
+        writer.created = stream.created
     if call.body.stream:
-        return CallStream(server, call_id, _chunks(active, writer, keep), "text/event-stream", _UNBUFFERED | ignored)
+        pieces, end = _chunks(active, writer, keep, stream), functools.partial(server.end_call, call_id)
+        return CallStream(end, pieces, "text/event-stream", _UNBUFFERED | ignored)
     try:
         outputs = await unless_gone(request, active.outputs())
     finally:
@@ -219,13 +238,13 @@ def make_writer(call: ParsedCall, call_id: str, model: str, token_bytes: TokenBy
 
 
 async def _embeddings(
-    server: Frontend, request: Request, body: EmbeddingBody, call_id: str, active: ActiveCall
+    server: Frontend, request: Request, ignored: dict[str, str], body: EmbeddingBody, call_id: str, active: ActiveCall
 ) -> Response:
     try:
         outputs = await unless_gone(request, active.outputs())
     finally:
         server.end_call(call_id)
-    return await asyncio.to_thread(lambda: _json(embedding_list(body, outputs, server.model_name)))
+    return await asyncio.to_thread(lambda: _json(embedding_list(body, outputs, server.model_name), ignored))
 
 
 def _most_tokens(prepared: PreparedRequest) -> int:
@@ -266,17 +285,24 @@ def _seconds(name: str, milliseconds: str) -> float:
     return value / 1000
 
 
-async def _chunks(active: ActiveCall, writer: ResponseWriter, keep: Keep) -> AsyncIterator[bytes]:
+async def _chunks(
+    active: ActiveCall, writer: ResponseWriter, keep: Keep, stream: ResumableStream | None
+) -> AsyncIterator[bytes]:
     """Yield the events of a stream. An error is among the last ones."""
+    event, written_of = writer.event, writer.stream
+    if stream is not None:
+        event, written_of = functools.partial(stream.event, writer), functools.partial(stream.events, writer)
     try:
-        if first := b"".join(map(writer.event, writer.begin())):
+        if first := b"".join(map(event, writer.begin())):
             yield first
         while active.is_open:
             taken = await active.take()
-            pieces = [writer.event(piece) for number, events in taken for piece in writer.pieces(number, events)]
-            if pieces or not taken:
-                yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
-        last = [*map(writer.event, writer.end()), writer.done]
+            written = b"".join([written_of(number, events) for number, events in taken])
+            if written or not taken:
+                yield written or KEEPALIVE_COMMENT
+        last = [*map(event, writer.end()), writer.done]
+        if stream is not None:
+            stream.check_end()
     except ApiError as error:
         yield b"".join(map(writer.event, writer.failed(error)))
         return

@@ -6,10 +6,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from longctx.serving.server.auth import client_of
+from longctx.serving.server.calls import ParsedCall
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.preparer import unless_gone
-from longctx.serving.server.request_parser import ParsedCall
 from longctx.serving.server.response_writer import ResponseWriter
 from longctx.serving.server.responses_body import ResponsesBody
 from longctx.serving.server.responses_writer import ResponsesWriter
