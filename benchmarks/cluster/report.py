@@ -14,7 +14,7 @@ def tables(found: Mapping[str, Any]) -> str:
         f"{found['reusable']:.1%} of their prompts' tokens are in earlier prompts.\n"
     ]
     if "policies" in found:
-        told += [_policies(found["policies"]), ""]
+        told += [_policies(found["policies"]), "", _parts(found["policies"]), ""]
         if any("simulated" in run for runs in found["policies"].values() for run in runs):
             told += [_simulated(found["policies"]), ""]
     for part in ("failures", "router"):
@@ -45,6 +45,16 @@ def _policies(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             cpu = statistics.median(run["cpu"][arm] for run in runs)
             more = [f"{_median(runs, 'hit_rate'):.1%}", f"{cpu:.1f}", f"{_median(runs, 'others'):.2f}"]
             rows.append([arm, *seconds, *more])
+    return _table(heads, rows)
+
+
+def _parts(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    heads = ("router", "TTFT mean, ms", "queue", "prefill", "decode instance", "router, clients")
+    rows = []
+    for arm, runs in arms.items():
+        if runs:
+            parts = [statistics.median(run["parts"][name] for run in runs) for name in runs[0]["parts"]]
+            rows.append([arm, *(f"{1000 * seconds:.0f}" for seconds in (_median(runs, "ttft"), *parts))])
     return _table(heads, rows)
 
 

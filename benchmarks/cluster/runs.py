@@ -4,12 +4,12 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from benchmarks.cluster.arms import Instance
+from benchmarks.cluster.arms import OURS, Instance, roles_of
 from benchmarks.cluster.client import Answer, figures, run_clients
 from benchmarks.server_process import Process, cpu_seconds
 from benchmarks.usage import Usage
@@ -54,6 +54,7 @@ def run(
     computed = sum(each["computed"] for each in deltas)
     found["hit_rate"] = 1 - computed / sum(request.prompt_tokens for request in requests)
     found["instances"] = {x.name: each for x, each in zip(instances, deltas, strict=True)}
+    found["parts"] = parts_of_ttft(router.name, instances, deltas, found["ttft"], len(requests))
     found["failures"] = [failure for answer in answers for failure in answer.failures]
     found["each"] = {answer.number: answer.ttft for answer in answers if answer.finish is not None}
     found["alone"] = alone
@@ -123,6 +124,8 @@ def counts(instance: Instance) -> dict[str, float]:
         "computed": "computed_prompt_tokens_total",
         "steps": "step_seconds_count",
         "step_seconds": "step_seconds_sum",
+        "queue": "request_queue_time_seconds_sum",
+        "prefill": "request_prefill_time_seconds_sum",
     }
     lines = httpx.get(f"{instance.process.url}/metrics", timeout=10).text.splitlines()
 
@@ -131,6 +134,30 @@ def counts(instance: Instance) -> dict[str, float]:
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"longctx:{name}[ {{]", line))
 
     return {key: total(name) for key, name in names.items()}
+
+
+def parts_of_ttft(
+    arm: str, instances: Sequence[Instance], deltas: Sequence[Mapping[str, float]], ttft: float, num_requests: int
+) -> dict[str, float]:
+    """Mean seconds of a request before its first token, by where they pass.
+
+    Returns:
+      `queue`, `prefill`: until it has pages, then until its first token, where its prompt is read. `decode`: what the
+      instance that decodes takes more, if it is another one; pages on their way are in it. `else`: what is left of
+      TTFT: router, clients, and their waiting for a core.
+    """
+    roles = roles_of(arm, {instance.name: instance.role for instance in instances})
+    found = {"queue": 0.0, "prefill": 0.0, "decode": 0.0}
+    is_split = "prefill" in roles.values()
+    for instance, each in zip(instances, deltas, strict=True):
+        if is_split and roles[instance.name] != "prefill":
+            found["decode"] += (each["queue"] + each["prefill"]) / num_requests
+        else:
+            found["queue"] += each["queue"] / num_requests
+            found["prefill"] += each["prefill"] / num_requests
+    if is_split and arm in OURS:  # one that decodes has the request from the beginning, others after the prefill
+        found["decode"] -= found["queue"] + found["prefill"]
+    return found | {"else": ttft - sum(found.values())}
 
 
 def wait_until_idle(instances: Sequence[Instance], seconds: float = 30.0) -> None:

@@ -3,7 +3,9 @@
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from served import Served, fake_engine, served
@@ -21,8 +23,9 @@ def closed() -> Iterator[Served]:
         yield running
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [record.fields for record in caplog.records if record.name == "longctx.access"]  # type: ignore[attr-defined]
+def lines(caplog: pytest.LogCaptureFixture, of: str = "http") -> list[dict[str, Any]]:
+    found = [record for record in caplog.records if record.name == "longctx.access" and record.msg == of]
+    return [record.fields for record in found]  # type: ignore[attr-defined]
 
 
 def counts(running: Served) -> dict[tuple[str, str, str], float]:
@@ -84,21 +87,25 @@ def test_the_load_is_logged_while_there_is_some(
         served(fake_engine(), ServerSettings(prepare_processes=0)) as running,
         running.http_client() as client,
     ):
-        loads = lambda: [each for each in lines(caplog) if "running" in each]  # noqa: E731
-        assert not loads()
+        assert not lines(caplog, "load")
         running.executor.pause = 0.02
         client.post("/v1/completions", json=BODY | {"max_tokens": 40})
-        running.wait_until("the load is told", loads)
-    assert any(each["output_tokens_per_second"] > 0 for each in loads())
+        running.wait_until("the load is told", lambda: lines(caplog, "load"))
+    assert any(each["output_tokens_per_second"] > 0 for each in lines(caplog, "load"))
 
 
-def test_no_lines_are_logged_where_none_are_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    settings = ServerSettings(prepare_processes=0, access_log=False)
-    with caplog.at_level(logging.INFO, "longctx.access"), served(fake_engine(), settings) as running:
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_no_lines_are_logged_where_none_are_wanted(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(fake_engine(), ServerSettings(prepare_processes=0, access_log=is_wanted)) as running:
+        # Its own logger: the log of the process has the lines of other tests' servers too.
+        logged = Mock()
+        monkeypatch.setattr(running.server.http, "_logger", logged)
         with running.http_client() as client:
             client.post("/v1/completions", json=BODY)
         assert counts(running)[("POST", "/v1/completions", "200")] == 1
-    assert not lines(caplog)
+        stats = running.server.engine.stats()
+        running.server.http.report_load(stats, replace(stats, output_tokens=0), 1.0, 8)
+        assert [call.args[0] for call in logged.info.call_args_list] == (["http", "load"] if is_wanted else [])
 
 
 def test_a_browser_may_send_any_header_from_an_allowed_page() -> None:
