@@ -14,15 +14,14 @@ PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scon
 NUM_GPUS, NUM_CPUS = 8, 16  # of a host, as Slurm believes
 START = 30.0  # seconds until the daemons answer
 END = 20.0  # seconds until jobs and daemons are gone
-# A job that is requeued waits until its credentials have expired: cred_expire, by default 120 s. A host that is down
-# takes jobs when it is back, with ReturnToService.
+# A host that is down takes jobs when it is back, with ReturnToService.
 _CONF = """\
 ClusterName=longctx
 SlurmctldHost={first}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire={cred_expire}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -59,11 +58,12 @@ class SlurmCluster(OnNetwork):
     Args:
       folder: for the files of the daemons, of a path short enough for sockets.
       slurmd_timeout: seconds after which a host that slurmctld does not reach is down, by default as Slurm has it.
+      cred_expire: seconds for which a job that is requeued waits, until its credentials have expired; Slurm has 120 s.
     """
 
-    def __init__(self, folder: Path, num_hosts: int = 2, slurmd_timeout: int = 300) -> None:
+    def __init__(self, folder: Path, num_hosts: int = 2, slurmd_timeout: int = 300, cred_expire: int = 5) -> None:
         super().__init__(num_hosts)
-        self._folder, self._timeout = folder, slurmd_timeout
+        self._folder, self._timeout, self._cred_expire = folder, slurmd_timeout, cred_expire
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -74,7 +74,7 @@ class SlurmCluster(OnNetwork):
     def _start(self) -> None:
         folder, nodes = self._folder, f"10.77.0.[1-{len(self.hosts)}]"
         values = {"first": self.hosts[0].address, "nodes": nodes, "cpus": NUM_CPUS, "gpus": NUM_GPUS}
-        values["timeout"] = self._timeout
+        values |= {"timeout": self._timeout, "cred_expire": self._cred_expire}
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder, **values))
         for number in range(NUM_GPUS):  # Slurm counts any files as devices
             (folder / f"gpu{number}").touch()

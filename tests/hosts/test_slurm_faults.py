@@ -20,6 +20,7 @@ CLIENTS = 4
 BEFORE, SHORT, LONG, AFTER = 3.0, 10.0, 60.0, 6.0  # seconds
 FAILURE_TIMEOUT = 30.0  # seconds, the default: longer than a short fault, and shorter than a long one
 ANSWERED = FAILURE_TIMEOUT + 15.0  # seconds until each request has an answer or an error
+LATEST = 60  # seconds after a long fault when TCP may send again what ends a job's step, which the next run has too
 CONTROL, FIRST, SECOND = range(3)  # hosts: slurmctld's, and those of the server
 MOST_REQUEUED = 3  # times, as the job's script says
 
@@ -60,7 +61,7 @@ def server(hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     reason = missing_slurm()
     if reason is not None:
         pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), 3, slurmd_timeout=30) as cluster:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), 3, slurmd_timeout=30, cred_expire=LATEST) as cluster:
         yield Server(cluster, tmp_path_factory.mktemp("jobs"))
 
 

@@ -40,9 +40,13 @@ class PageHash:
 
     def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
         """Append the keys of all full pages of tokens `[T]` int32 that `keys` does not have yet."""
-        size = self.page_size
-        for page in range(len(keys), len(tokens) // size):
-            keys.append(self._hash(keys[-1] if keys else root, tokens[page * size : (page + 1) * size].tobytes()))
+        parent, blank = keys[-1] if keys else root, self._blank()
+        contents, size = tokens[len(keys) * self.page_size :].tobytes(), self.page_size * tokens.itemsize
+        for start in range(0, len(contents) // size * size, size):
+            page = blank.copy()  # one that has read the secret: a third quicker than to make one for each page
+            page.update(parent + contents[start : start + size])
+            parent = page.digest()
+            keys.append(parent)
 
     def tail(self, parent: bytes, session_id: str, tokens: np.ndarray) -> bytes:
         """The key of a session's last, partial page, of tokens `[T]` int32. It stands for its contents too."""
@@ -62,7 +66,12 @@ class PageHash:
 
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
-        return hashlib.blake2b(parent + contents, key=self._secret, digest_size=KEY_BYTES, person=b"page").digest()
+        found = self._blank()
+        found.update(parent + contents)
+        return found.digest()
+
+    def _blank(self) -> "hashlib.blake2b":
+        return hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES, person=b"page")
 
 
 class PartialPage(NamedTuple):
