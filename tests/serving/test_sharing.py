@@ -1,5 +1,7 @@
 """What requests share: prefixes, pages of samples, a conversation's last page; and what makes room."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from fake_device import VOCAB, FakeDevice, FakeExecutor, expected_tokens, make_engine
@@ -270,6 +272,21 @@ def test_keys_stand_for_the_whole_prefix() -> None:
     assert not set(keys(tokens)) & set(keys(changed))
     assert not set(keys(tokens)) & set(keys(tokens, "tenant"))
     assert not set(keys(tokens)) & set(keys(tokens, page_hash=PageHash(bytes([1] * 16), 4)))
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 60), max_size=4))
+def test_keys_are_a_chain_of_keyed_hashes(size: int, lengths: list[int]) -> None:
+    """Stored pages, and other hosts, have them: they must stay what they are, however a prompt grows."""
+    secret, tokens, keys = b"s" * 32, np.random.default_rng(size).integers(0, VOCAB, 60, dtype=np.int32), list[bytes]()
+    pages = PageHash(secret, size)
+    parent = pages.root("tenant", "salt")
+    for length in lengths:
+        pages.extend(keys, tokens[:length], pages.root("tenant", "salt"))
+    assert len(keys) == max(lengths, default=0) // size
+    for number, key in enumerate(keys):
+        read = parent + tokens[number * size : (number + 1) * size].tobytes()
+        parent = hashlib.blake2b(read, key=secret, digest_size=16, person=b"page").digest()
+        assert key == parent
 
 
 def test_a_partial_page_is_known_by_its_contents() -> None:
