@@ -220,9 +220,8 @@ class RayLauncher:
     def _replace(self, index: int, instance: Launched) -> None:
         before = self._address(instance)
         try:
-            self._ray.kill(
-                self.actors[instance.name]
-            )  # one that is stuck keeps the CPUs and GPUs that the new one needs
+            # One that is stuck keeps the CPUs and GPUs that the new one needs.
+            self._ray.kill(self.actors[instance.name])
             self._make(index, instance)
             self._start(instance)
         except Exception as error:

@@ -43,9 +43,8 @@ class PageHash:
         parent, blank = keys[-1] if keys else root, self._blank()
         contents, size = tokens[len(keys) * self.page_size :].tobytes(), self.page_size * tokens.itemsize
         for start in range(0, len(contents) // size * size, size):
-            page = blank.copy()  # one that has read the secret: a third quicker than to make one for each page
-            page.update(parent + contents[start : start + size])
-            parent = page.digest()
+            # A copy of one that has read the secret: a third quicker than to make one for each page.
+            parent = _digest(blank.copy(), parent + contents[start : start + size])
             keys.append(parent)
 
     def tail(self, parent: bytes, session_id: str, tokens: np.ndarray) -> bytes:
@@ -66,12 +65,15 @@ class PageHash:
 
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
-        found = self._blank()
-        found.update(parent + contents)
-        return found.digest()
+        return _digest(self._blank(), parent + contents)
 
     def _blank(self) -> "hashlib.blake2b":
         return hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES, person=b"page")
+
+
+def _digest(blank: "hashlib.blake2b", contents: bytes) -> bytes:
+    blank.update(contents)
+    return blank.digest()
 
 
 class PartialPage(NamedTuple):

@@ -30,6 +30,7 @@ from longctx.serving.server.structured import NamedGrammar
 from longctx.serving.server.tool_calls import PYTHON_TAG, forced_grammar, offered_grammar
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Fields = TypeVar("_Fields", bound=msgspec.Struct)
 
 _NO_TARGET = 1e9  # seconds
 _MOST_MARKS = 4  # each but the last takes the tokens of a prompt again
@@ -384,16 +385,6 @@ def parse_body(parser: RequestParser, kind: Kind, body: bytes, origin: Origin) -
         raise not_servable(error) from None
 
 
-def cache_named(body: bytes) -> str | None:
-    """Return the cache that a body names; None: none, or the body is not valid, as its parser will report."""
-    if b"cache_id" not in body and b"\\u" not in body:
-        return None
-    try:
-        return msgspec.json.decode(body, type=_Named).cache_id
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-
-
 class _Named(msgspec.Struct):
     cache_id: str | None = None
 
@@ -402,15 +393,27 @@ class _Salted(msgspec.Struct):
     cache_salt: str | None = None
 
 
+def cache_named(body: bytes) -> str | None:
+    """Return the cache that a body names; None: none, or the body is not valid, as its parser will report."""
+    named = _named(body, b"cache_id", _Named)
+    return None if named is None else named.cache_id
+
+
 def _salt_named(body: bytes) -> str:
     """Return a digest of the salt that a body has, however long; of a body that can't be read so, one of its own."""
-    if b"cache_salt" not in body and b"\\u" not in body:
-        return ""
+    named = _named(body, b"cache_salt", _Salted)
+    salt = body if named is None else (named.cache_salt or "").encode()
+    return hashlib.sha256(salt).hexdigest() if salt else ""
+
+
+def _named(body: bytes, field: bytes, kind: type[_Fields]) -> _Fields | None:
+    """Return a field of a body, without the rest of it; None: it can't be read so."""
+    if field not in body and b"\\u" not in body:
+        return kind()
     try:
-        salt = msgspec.json.decode(body, type=_Salted).cache_salt
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return hashlib.sha256(body).hexdigest()
-    return hashlib.sha256(salt.encode()).hexdigest() if salt else ""
+        return None
 
 
 def _check_prefix(fields: GenerationBody, prefix: Prefix | None) -> Prefix | None:
