@@ -2,20 +2,16 @@
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
-import signal
-import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from longctx.serving.server.auth import client_of
+from longctx.serving.server.body_process import BodyProcess, ProcessEnded
 from longctx.serving.server.calls import Kind, Origin
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.request_parser import RequestParser, parse_body, parse_fields
@@ -144,7 +140,7 @@ _THREADS = 4
 SHORT_BYTES, LONG_BYTES = 2**11, 2**15
 """Bodies up to the first are read at once, which is quicker than to hand them over; those from the second in a process,
 since tokenising and hashing hold the interpreter's lock."""
-_ABANDONED_SECONDS = 2.0  # for which a body is still parsed whose client has left: about as long as a process starts
+_BODIES_SENT = 2  # to a process: one that it parses, and the one that it has next
 
 
 class FairSlots(Generic[_Slot]):
@@ -224,14 +220,14 @@ class Preparer:
     def __init__(self, parser: RequestParser, num_processes: int) -> None:
         self.parser = parser
         self._pool = ThreadPoolExecutor(_THREADS, "longctx-prepare")
-        self._workers = [_Worker(parser) for _ in range(num_processes)]
-        self.threads: FairSlots[ThreadPoolExecutor] = FairSlots([self._pool] * _THREADS)
-        self.processes = FairSlots(self._workers)
+        self._processes = [BodyProcess(parser) for _ in range(num_processes)]
+        self.threads = FairSlots([self._pool] * _THREADS)
+        self.processes = FairSlots(self._processes * _BODIES_SENT)
 
     def start(self) -> None:
         """Start the processes now, rather than with the first long prompt."""
-        for worker in self._workers:
-            worker.start()
+        for process in self._processes:
+            process.start()
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """Parse a body, see `parse_body`: return a `ParsedCall`, or what else the kind gives."""
@@ -239,126 +235,36 @@ class Preparer:
         if size <= SHORT_BYTES and kind not in ("chat", "responses", "cache"):
             return parse_body(self.parser, kind, body, origin)
         # A chat template is rendered by a process of its own, for which only a thread may wait.
-        if size < LONG_BYTES or not self._workers:
+        if size < LONG_BYTES or not self._processes:
             pool = await self.threads.take(origin.tenant)
-            job = _held(
-                self.threads, origin.tenant, pool, lambda: pool.submit(parse_body, self.parser, kind, body, origin)
-            )
-            return await asyncio.wrap_future(job)
-        worker = await self.processes.take(origin.tenant)
-        job = _held(self.processes, origin.tenant, worker, lambda: worker.submit(kind, body, origin))
+            parsing = asyncio.get_running_loop().run_in_executor(pool, parse_body, self.parser, kind, body, origin)
+            return await _until_done(parsing, lambda: self.threads.give(origin.tenant, pool))
+        process = await self.processes.take(origin.tenant)
+        job = process.submit(kind, body, origin)
         try:
-            return await asyncio.wrap_future(job)
-        except BrokenProcessPool:
+            return await _until_done(job, lambda: self.processes.give(origin.tenant, process))
+        except ProcessEnded:
             message = "the process that read the prompt has ended: memory may be short"
             raise ApiError(503, message, code="server_is_overloaded", retry_after=1.0) from None
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, worker.end_job, job)
+            process.abandon(job)
             raise
 
     def close(self) -> None:
         """End threads and processes; what they are parsing is discarded."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        for process in self._processes:
+            process.close()
 
 
-def _held(slots: FairSlots[_Slot], tenant: str, slot: _Slot, begin: Callable[[], "Future[Any]"]) -> "Future[Any]":
-    """Begin a job that holds a tenant's slot until it ends, also after its client has left."""
-    loop = asyncio.get_running_loop()
+async def _until_done(job: "asyncio.Future[_Result]", give: Callable[[], object]) -> _Result:
+    """Wait for a job, which goes on if this is cancelled; `give` is called when it ends."""
 
-    def give(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(slots.give, tenant, slot)
+    def end(job: "asyncio.Future[_Result]") -> None:
+        give()
+        if not job.cancelled():
+            job.exception()  # which nothing else may ask for
 
-    try:
-        job = begin()
-    except BaseException:
-        slots.give(tenant, slot)
-        raise
-    job.add_done_callback(give)
-    return job
-
-
-class _Worker:
-    """Process that parses one body at a time. It is started again after it has ended.
-
-    A thread waits for it, since to start it takes long.
-    """
-
-    def __init__(self, parser: RequestParser) -> None:
-        self._parser = parser
-        self._thread = ThreadPoolExecutor(1, "longctx-prepare")
-        self._lock = threading.Lock()
-        self._executor: ProcessPoolExecutor | None = None
-        self._pid: Future[int] | None = None
-        self._is_closed = False
-
-    def start(self) -> None:
-        """Start the process, if it is not there."""
-        self._thread.submit(self._process)
-
-    def submit(self, kind: Kind, body: bytes, origin: Origin) -> "Future[Any]":
-        return self._thread.submit(self._run, kind, body, origin)
-
-    def end_job(self, job: "Future[Any]") -> None:
-        """End the process, if it is still parsing the body of a job."""
-        with self._lock:
-            pid = self._pid
-            if job.done() or self._executor is None:
-                return
-            if pid is not None and pid.done() and pid.exception() is None:
-                self._executor = None
-                os.kill(pid.result(), signal.SIGKILL)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False, cancel_futures=True)
-
-    # In the thread.
-
-    def _run(self, kind: Kind, body: bytes, origin: Origin) -> Any:
-        try:
-            job = self._process().submit(_read_there, kind, body, origin)
-        except BrokenProcessPool:  # it has ended since its last job
-            job = self._process(again=True).submit(_read_there, kind, body, origin)
-        try:
-            return job.result()
-        except BrokenProcessPool:
-            if not self._is_closed:
-                self._process(again=True)
-            raise
-
-    def _process(self, again: bool = False) -> ProcessPoolExecutor:
-        with self._lock:
-            if self._executor is None or again:
-                context = multiprocessing.get_context("spawn")
-                self._executor = ProcessPoolExecutor(1, context, _begin, (self._parser,))
-                self._pid = self._executor.submit(os.getpid)
-            return self._executor
-
-
-_parser: RequestParser
-
-
-def _begin(parser: RequestParser) -> None:
-    """Keep a parser, in a new process that ends with its parent, however that ends."""
-    global _parser
-    _parser = parser
-    for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _read_there(kind: Kind, body: bytes, origin: Origin) -> Any:
-    return parse_body(_parser, kind, body, origin)
+    job.add_done_callback(end)
+    await asyncio.wait([job])
+    return job.result()
