@@ -287,12 +287,11 @@ class PendingBlocks:
 
     def remove(self, instance: str, keys: np.ndarray) -> None:
         """Remove a prompt that was added."""
-        counts = self._prompts.get(instance, Counter())
-        for key in keys.tolist():
-            if counts[key] > 1:
-                counts[key] -= 1
-            else:
-                del counts[key]
+        counts, removed = self._prompts.get(instance, Counter()), keys.tolist()
+        num_shared = bisect_left(removed, True, key=lambda key: counts[key] <= 1)  # with other prompts
+        counts.subtract(removed[:num_shared])
+        for key in removed[num_shared:]:
+            counts.pop(key, None)
         if not counts:
             self._prompts.pop(instance, None)
 

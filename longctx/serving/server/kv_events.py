@@ -20,6 +20,7 @@ import numpy as np
 
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.prefix import KEY_BYTES
 from longctx.serving.kv_cache.tiers.store import TieredStore
 
 KIND = "full_attention"
@@ -80,7 +81,7 @@ def block_hash(key: Key) -> int:
 
 def block_hashes(keys: Sequence[Key]) -> np.ndarray:
     """Return those of all keys, uint64 `[keys]`."""
-    return np.frombuffer(b"".join(key[:8] for key in keys), ">u8").astype(np.uint64)
+    return np.frombuffer(b"".join(keys), ">u8")[:: KEY_BYTES // 8].astype(np.uint64)
 
 
 class _Change(NamedTuple):
