@@ -203,12 +203,12 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
         for number in range(3):
             ask([(5 + number) * i % 200 for i in range(300 + 7 * number)], 20)
         pids = children(router)
-        arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-        files = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
-        own = [Path(os.fsdecode(file)).read_text().split()[1] for file in sorted(files)]
-        keys = dict(zip(("prefill", "decode"), own, strict=True))  # each instance has its own
+        arguments = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
         instances = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
-        urls = {each["role"]: each["url"] for each in instances}
+        urls, keys = {each["role"]: each["url"] for each in instances}, {}  # each instance has a key of its own
+        for role, url in urls.items():
+            own = next(each for each in arguments.values() if re.search(rf"--port[=\0]{url.split(':')[-1]}\0", each))
+            keys[role] = Path(re.findall(r"--admin-key-file=([^\0]+)", own)[0]).read_text().split()[1]
 
         def directly(role: str, params: dict[str, Any], count: int) -> dict[str, Any]:
             sent = body | {"prompt": list(range(150)), "max_tokens": count, "kv_transfer_params": params}
@@ -242,7 +242,7 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
             prompts = [[(11 + number) * i % 200 for i in range(900)] for number in range(2)]
             asked = [pool.submit(ask, prompt, 200) for prompt in prompts]
             time.sleep(1.0)
-            os.kill(next(pid for pid in pids if b"--process-id=1" in arguments[pid]), signal.SIGKILL)
+            os.kill(next(pid for pid in pids if "--process-id=1" in arguments[pid]), signal.SIGKILL)
             for each in asked:
                 each.result()
         wait_until("it is started again", lambda: len(children(router)) == len(pids) and states() == {"open"})

@@ -51,7 +51,6 @@ from longctx.serving.server.tls import Tls
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)  # its one line says which kernels serve
 
-_NO_WARNING = "ignore:resource_tracker:UserWarning"
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
 
@@ -65,10 +64,6 @@ def run(options: argparse.Namespace) -> int:
     from longctx.serving.server.http_server import bind
 
     raise_descriptor_limit()
-    # Python's tracker removes the semaphores of a process that was killed; a warning would sound like a leak.
-    known = os.environ.get("PYTHONWARNINGS", "")
-    if _NO_WARNING not in known:
-        os.environ["PYTHONWARNINGS"] = f"{known},{_NO_WARNING}".lstrip(",")
     if options.cluster is not None:
         from longctx.cli.serve_cluster import serve_cluster
 
