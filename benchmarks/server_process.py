@@ -24,9 +24,8 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds of processors that a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds of processors that a process has used, by Linux's clock of it: `/proc` counts by ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 class Process:

@@ -25,6 +25,7 @@ from longctx.cli.serve_settings import (
     check_join_flags,
     check_transfer_flags,
     joining,
+    keep_objects,
     make_messenger,
     make_transfers,
     model_names,
@@ -126,6 +127,7 @@ def _serve(
     def warm_up(engine: Engine) -> None:
         _log.info(describe_kernels(loader.model, config, loader.dtype))
         show_compiling(engine.warm_up, console, engine)
+        keep_objects()
         pages, size = engine.num_pages * engine.plan.context, config.page_size
         console.note(f"KV cache {pages * size:,} tokens: {pages:,} pages of {size}")
         console.note(f"ready    {names[0]} at {url}")
@@ -176,6 +178,7 @@ def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end_later)
     messenger = None if options.role is None else make_messenger(options, engine)
+    keep_objects()
     engine.follow(messenger)
     if messenger is not None:
         messenger.close()

@@ -18,6 +18,7 @@ from longctx.cli.flags import naming, prefixing, read
 from longctx.cli.serve_settings import (
     chat_template,
     check_transfer_flags,
+    keep_objects,
     model_names,
     pages_secret,
     serve_config,
@@ -148,6 +149,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
         watch.start()
         stack.callback(watch.join)
         stack.callback(ended.set)
+        keep_objects()
         http.run([listener])
         return FAILED if launcher.problem is not None else 0
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -133,6 +134,12 @@ def chat_template(options: argparse.Namespace) -> ChatTemplate | None:
 
 
 # Requests that move between servers.
+
+
+def keep_objects() -> None:
+    """Leave what is there out of all searches for garbage from now on: one of everything stops a server for 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def check_transfer_flags(options: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ _MOST_RESTARTS, _RESTARTS_WINDOW = 20, 60.0  # restarts within seconds, after wh
 _MOST_REPLAYED = 100_000
 _MOST_TRIES = 3  # replays after which a missing message is given up
 _ROUND = 64  # messages that are read before it is seen whether the connection is there
+_PAUSE = 0.01  # seconds after live messages: others gather meanwhile, as each that is waited for costs a wake-up
 _POLL = 500  # milliseconds until a call of `remove` is noticed, at most
 _REPLAY_TIMEOUT = 10.0  # seconds without a message of a replay
 _LARGEST = 1 << 26  # bytes of a frame; a larger one ends the connection
@@ -210,6 +211,7 @@ class _Publisher(threading.Thread):
                 try:
                     frames = source.recv_multipart(zmq.NOBLOCK)  # type: ignore[union-attr]
                 except zmq.Again:
+                    time.sleep(_PAUSE if source is self._sub else 0.0)
                     return
                 self._read_live(frames) if source is self._sub else self._read_replayed(frames)
                 if self._source is not source:

@@ -116,9 +116,7 @@ class BodyProcess:
         self._receiving = asyncio.create_task(self._receive(process, reader, writer))
         return writer
 
-    async def _receive(
-        self, process: SpawnProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _receive(self, process: SpawnProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on answers until the process ends."""
         try:
             while True:
