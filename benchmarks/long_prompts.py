@@ -1,4 +1,4 @@
-"""What routers take for long prompts: `python -m benchmarks.long_prompts [--clients 20] [--turns 30]`.
+"""What routers take for long prompts: `python -m benchmarks.long_prompts [--clients 20] [--turns 30] [--rate 129]`.
 
 Clients send prompts of 220 KB, the turns of a conversation each: English words, of which a turn adds a few. What stands
 for the server behind a router computes nothing: it answers one token at once. So TTFT is that of the router, and of the
@@ -10,6 +10,7 @@ Needs `make .venv/installed-model`, and `.venv/installed-routers` for the other 
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -130,16 +131,24 @@ async def ask(url: str, model: str, prompt: str) -> float:
     return first
 
 
-async def drive(url: str, texts: list[str], turns: range) -> tuple[float, list[float]]:
-    """Seconds of all turns, and those to each first token; a client waits for an answer before its next turn."""
+async def drive(url: str, texts: list[str], turns: range, rate: float = math.inf) -> tuple[float, list[float]]:
+    """Seconds of all turns, and those to each first token; a client waits for an answer before its next turn.
+
+    `rate`: requests a second that all clients together send at most, evenly spread.
+    """
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
 
-    async def client(text: str) -> list[float]:
-        said = [f" turn {number} of it" for number in range(turns.stop)]
-        return [await ask(url, model, text + "".join(said[: number + 1])) for number in turns]
+    async def client(number: int, text: str) -> list[float]:
+        said, found = [f" turn {turn} of it" for turn in range(turns.stop)], list[float]()
+        for turn in turns:
+            due = begun + ((turn - turns.start) * len(texts) + number) / rate
+            await asyncio.sleep(due - time.perf_counter())
+            late = time.perf_counter() - due if rate < math.inf else 0.0  # which a client has waited, too
+            found.append(max(0.0, late) + await ask(url, model, text + "".join(said[: turn + 1])))
+        return found
 
     begun = time.perf_counter()
-    found = await asyncio.gather(*map(client, texts))
+    found = await asyncio.gather(*(client(number, text) for number, text in enumerate(texts)))
     return time.perf_counter() - begun, [seconds for each in found for seconds in each]
 
 
@@ -154,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 20])
     parser.add_argument("--turns", type=int, default=30, help="of each client")
+    parser.add_argument("--rate", type=float, default=math.inf, help="requests a second; without it as many as can be")
     parser.add_argument("--stub", nargs=2, help=argparse.SUPPRESS)  # folder and port: what this process stands for
     options = parser.parse_args()
     if options.stub:
@@ -175,7 +185,7 @@ def main() -> None:
                         texts = conversations(count)
                         asyncio.run(drive(router.url, texts, range(1)))
                         before = cpu_of_all(router.pid)
-                        seconds, ttft = asyncio.run(drive(router.url, texts, range(1, 1 + options.turns)))
+                        seconds, ttft = asyncio.run(drive(router.url, texts, range(1, 1 + options.turns), options.rate))
                         cpu = (cpu_of_all(router.pid) - before) / len(ttft)
                         p50, p99 = np.percentile(ttft, (50, 99))
                         times = [1e3 * each for each in (statistics.fmean(ttft), p50, p99, cpu)]

@@ -38,13 +38,13 @@ ROOMS = {
     "recording": Room(
         (f"{SERVING}/recording", "longctx/simulation/incident", "longctx/cli/replay*.py"), 1590, 12, 1500
     ),
-    "server": Room((f"{SERVING}/server",), 10400, 48, 4200),
+    "server": Room((f"{SERVING}/server",), 10510, 49, 4200),
     "cluster": Room(("longctx/cluster",), 8990, 47, 6500),
     "simulation": Room(("longctx/simulation",), 8890, 50, 6500),
-    "command line": Room(("longctx/cli",), 4640, 28, 2400),
-    "longctx": Room(("longctx",), 77960, 431, 50000),
+    "command line": Room(("longctx/cli",), 4650, 28, 2400),
+    "longctx": Room(("longctx",), 78070, 432, 50000),
     "papers": Room(("papers",), 5880, 44, 4500),
-    "tests": Room(("tests",), 66670, 416, 38000),
+    "tests": Room(("tests",), 66810, 417, 38000),
     "benchmarks": Room(("benchmarks",), 10290, 70, 8000),
 }
 

@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import signal
 import socket
+import traceback
 from collections import deque
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class ProcessEnded(Exception):
 
 
 class _Job(NamedTuple):
-    task: "asyncio.Task[Any] | None"
+    task: "asyncio.Task[Any]"
     answer: "asyncio.Future[Any]"
 
 
@@ -45,12 +46,14 @@ class BodyProcess:
         self._process: SpawnProcess | None = None
         self._opening: asyncio.Task[asyncio.StreamWriter] | None = None  # None: there is no process
         self._jobs: deque[_Job] = deque()  # that it has been sent, the one that it parses first
+        self._abandoned: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def start(self) -> "asyncio.Task[asyncio.StreamWriter]":
         """Start the process, if it is not there."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nothing may wait
         return self._opening
 
     def submit(self, kind: Kind, body: bytes, origin: Origin) -> "asyncio.Task[Any]":
@@ -61,7 +64,10 @@ class BodyProcess:
         """End a job whose result nothing waits for, with the process if it is still parsing that after some seconds."""
         if all(each.task is not job for each in self._jobs):
             job.cancel()
-        asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, self._end, job)
+        elif job not in self._abandoned:
+            self._abandoned.add(job)
+            job.add_done_callback(self._abandoned.discard)
+            self._end_later(job)
 
     def close(self) -> None:
         """End the process, from any thread."""
@@ -70,46 +76,57 @@ class BodyProcess:
             self._process.kill()
             self._process.join()
 
+    def _end_later(self, job: "asyncio.Task[Any]") -> None:
+        asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, self._end, job)
+
     def _end(self, job: "asyncio.Task[Any]") -> None:
-        if not job.done():
-            if self._process is not None and self._jobs and self._jobs[0].task is job:
-                job.cancel()
-                self._process.kill()
-            else:
-                self.abandon(job)
+        if job.done():
+            return
+        if self._process is not None and self._jobs and self._jobs[0].task is job:
+            self._process.kill()
+        else:
+            self._end_later(job)
 
     async def _parse(self, kind: Kind, body: bytes, origin: Origin) -> Any:
-        message = _framed((kind, body, origin))
+        content = kind, body, origin
+        message = await asyncio.to_thread(_framed, content) if origin.num_bytes else _framed(content)
         num_ends = 0
-        while True:
+        while num_ends < _MOST_ENDS and not self._is_closed:
             opening = self.start()
-            writer = await asyncio.shield(opening)
+            try:
+                writer = await asyncio.shield(opening)
+            except OSError:  # it can't be started
+                break
             if opening is not self._opening:  # it has ended already
+                num_ends += 1
                 continue
             answer = asyncio.get_running_loop().create_future()
-            self._jobs.append(_Job(asyncio.current_task(), answer))
+            task = asyncio.current_task()
+            assert task is not None
+            self._jobs.append(_Job(task, answer))
             writer.write(message)
             try:
                 return await answer
             except ProcessEnded as ended:
                 num_ends += ended.is_first
-                if num_ends == _MOST_ENDS:
-                    raise
+        raise ProcessEnded(True)
 
     async def _open(self) -> asyncio.StreamWriter:
-        ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(
-            target=_parse_bodies, args=(self._parser, theirs), daemon=True
-        )
-        atexit.register(process.kill)  # it ignores the signal by which multiprocessing would end it
         try:
-            with theirs:
-                await asyncio.to_thread(process.start)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER_BYTES)
+            ours, theirs = socket.socketpair()
+            with contextlib.ExitStack() as stack:
+                stack.callback(ours.close)
+                process = multiprocessing.get_context("spawn").Process(
+                    target=_parse_bodies, args=(self._parser, theirs), daemon=True
+                )
+                with theirs:
+                    await asyncio.to_thread(process.start)
+                reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER_BYTES)
+                stack.pop_all()
         except BaseException:
-            ours.close()
             self._opening = None
             raise
+        atexit.register(process.kill)  # before multiprocessing waits for it, whose signal it ignores
         self._process = process
         if self._is_closed:
             process.kill()
@@ -121,14 +138,18 @@ class BodyProcess:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
-                is_parsed, result = pickle.loads(await reader.readexactly(size))
-                answer = self._jobs.popleft().answer
+                content = await reader.readexactly(size)
+                long = size > _BUFFER_BYTES
+                is_parsed, result = await asyncio.to_thread(pickle.loads, content) if long else pickle.loads(content)
+                answer = self._jobs[0].answer
                 if answer.done():  # it was cancelled
-                    continue
-                if is_parsed:
+                    pass
+                elif is_parsed:
                     answer.set_result(result)
                 else:
                     answer.set_exception(result)
+                self._jobs.popleft()
+                del answer, content, result
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -137,7 +158,9 @@ class BodyProcess:
             writer.transport.abort()
             self._opening, jobs, self._jobs = None, self._jobs, deque()
             for number, job in enumerate(jobs):
-                if not job.answer.done():
+                if job.task in self._abandoned:
+                    job.task.cancel()
+                elif not job.answer.done():
                     job.answer.set_exception(ProcessEnded(number == 0))
 
 
@@ -154,10 +177,20 @@ def _parse_bodies(parser: RequestParser, connection: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # which the parent acts on
         signal.signal(number, signal.SIG_IGN)
     with connection, contextlib.suppress(OSError), connection.makefile("rb", _BUFFER_BYTES) as reader:
-        while head := reader.read(_SIZE_BYTES):
-            kind, body, origin = pickle.loads(reader.read(int.from_bytes(head, "big")))
+        while len(head := reader.read(_SIZE_BYTES)) == _SIZE_BYTES:
+            content = reader.read(size := int.from_bytes(head, "big"))
+            if len(content) < size:
+                break
             try:
-                answer: tuple[bool, Any] = True, parse_body(parser, kind, body, origin)
+                answer = _framed((True, parse_body(parser, *pickle.loads(content))))
             except Exception as error:
-                answer = False, error
-            connection.sendall(_framed(answer))
+                answer = _framed_error(error)
+            connection.sendall(answer)
+
+
+def _framed_error(error: Exception) -> bytes:
+    error.add_note(traceback.format_exc())
+    try:
+        return _framed((False, error))
+    except Exception:
+        return _framed((False, RuntimeError(f"{type(error).__name__}: {error}")))

@@ -181,7 +181,9 @@ class FairSlots(Generic[_Slot]):
         """Wait for a slot, which has to be given back."""
         if self._free:
             self._taken[tenant] += 1
-            return self._free.popleft()
+            slot = max(self._free, key=self._free.count)  # of what serves several, the one that is least busy
+            self._free.remove(slot)
+            return slot
         waiting: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(waiting)
         try:
