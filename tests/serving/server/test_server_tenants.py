@@ -1,5 +1,6 @@
 """One tenant keeps no other from its answer: in the queue, in the bodies that are read, in the processes that read."""
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pytest
 from served import NAME, Served, fake_engine, served
 
 from longctx.serving.config import AdmissionLimits
-from longctx.serving.server.preparer import LONG_BYTES, Bodies
+from longctx.serving.server.preparer import LONG_BYTES, Bodies, FairSlots
 from longctx.serving.server.settings import ServerSettings, read_keys
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-one"
@@ -139,6 +140,16 @@ def test_tenants_take_turns_at_the_process(stopped: tuple[Served, int]) -> None:
         for each in asked:
             each.result()
     assert order.index(BOB) <= 3  # clients may hear of ends that are close in another order
+
+
+def test_the_process_that_is_least_busy_is_next() -> None:
+    async def check() -> None:
+        slots = FairSlots(["first", "second"] * 2)
+        taken = [await slots.take("alice"), await slots.take("alice")]
+        slots.give("alice", taken[1])
+        assert [*taken, await slots.take("alice")] == ["first", "second", "second"]
+
+    asyncio.run(check())
 
 
 def test_a_body_is_as_large_as_the_longest_sequence_needs() -> None:
