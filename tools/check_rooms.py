@@ -44,7 +44,7 @@ ROOMS = {
     "command line": Room(("longctx/cli",), 4650, 28, 2400),
     "longctx": Room(("longctx",), 78070, 432, 50000),
     "papers": Room(("papers",), 5880, 44, 4500),
-    "tests": Room(("tests",), 66820, 417, 38000),
+    "tests": Room(("tests",), 66830, 417, 38000),
     "benchmarks": Room(("benchmarks",), 10290, 70, 8000),
 }
 

@@ -38,7 +38,7 @@ class BodyProcess:
     """Process that parses one body at a time, while the next one is on its way. It is started again after it has ended.
 
     The event loop itself writes to it and reads from it: between threads each message would wait for the interpreter's
-    lock. All methods but `close` are for one event loop.
+    lock. What they send is pickled, as they are one program. All methods but `close` are for one event loop.
     """
 
     def __init__(self, parser: RequestParser) -> None:
