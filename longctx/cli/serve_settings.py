@@ -133,13 +133,13 @@ def chat_template(options: argparse.Namespace) -> ChatTemplate | None:
     return None if path is None else ChatTemplate(path, read_text("--chat-template", path))
 
 
-# Requests that move between servers.
-
-
 def keep_objects() -> None:
     """Leave what is there out of all searches for garbage from now on: one of everything stops a server for 0.1 s."""
     gc.collect()
     gc.freeze()
+
+
+# Requests that move between servers.
 
 
 def check_transfer_flags(options: argparse.Namespace) -> None:

@@ -211,7 +211,8 @@ class _Publisher(threading.Thread):
                 try:
                     frames = source.recv_multipart(zmq.NOBLOCK)  # type: ignore[union-attr]
                 except zmq.Again:
-                    time.sleep(_PAUSE if source is self._sub else 0.0)
+                    if source is self._sub:
+                        time.sleep(_PAUSE)
                     return
                 self._read_live(frames) if source is self._sub else self._read_replayed(frames)
                 if self._source is not source:
